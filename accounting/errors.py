@@ -9,7 +9,7 @@
     │   └── BudgetExhausted   409 budget_exhausted         no filter of the family admits the charge
     ├── IdempotencyMismatch   422 idempotency_mismatch     the key was used with another body
     ├── LeaseLost             (internal)                   another attempt holds the job
-    └── LedgerUnavailable     503 ledger_unavailable       the database did not answer; nothing granted
+    └── LedgerUnavailable     503 ledger_unavailable       no answer from the database
 
 Errors know their HTTP status and stable code, so one handler serves every route. Their text is
 written for the caller and never holds a value from private data.
@@ -84,7 +84,9 @@ class Conflict(EpsilondError):
     status = 409
     title = "Conflict"
 
-    def __init__(self, code: str, detail: str, *, extra: Mapping[str, object] | None = None) -> None:
+    def __init__(
+        self, code: str, detail: str, *, extra: Mapping[str, object] | None = None
+    ) -> None:
         super().__init__(detail, extra=extra)
         self.code = code
 

@@ -17,6 +17,7 @@ Only the standard library is used, so that every part of the product may import 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -197,7 +198,7 @@ def _json_decimal(value: Decimal) -> float | str:
 
 @dataclass(frozen=True)
 class Gaussian:
-    """``count`` Gaussian releases; ``noise_multiplier`` is the noise's std over the L2 sensitivity."""
+    """``count`` Gaussian releases; ``noise_multiplier`` is the noise std over the L2 sensitivity."""
 
     noise_multiplier: float
     count: int = 1
@@ -416,7 +417,7 @@ class EdmSchedule:
         if self.sigma_min >= self.sigma_max:
             raise InvalidMechanism("sigma_min", "must be below sigma_max")
         levels = self.levels()
-        if any(not a > b for a, b in zip(levels, levels[1:], strict=False)):
+        if any(not a > b for a, b in itertools.pairwise(levels)):
             raise InvalidMechanism("steps", "the grid's levels coincide in double precision")
 
     def levels(self) -> tuple[float, ...]:
@@ -486,7 +487,8 @@ class DenoisingBlock:
 
     For each output, ``block_steps`` steps from the schedule's first level,
 
-        x <- (1 - 2 dt/t) x + (2 dt/t) E + sqrt(2 t dt) xi,   E = 1/(beta * divisor) * sum_S clip(v_i, C),
+        x <- (1 - 2 dt/t) x + (2 dt/t) E + sqrt(2 t dt) xi,
+        E = 1/(beta * divisor) * sum_S clip(v_i, C),
 
     S drawn once for the output (``output_wise``), afresh at each step (``per_step``), or all units
     (``full_batch``). One unit moves the sum by at most C under Poisson sampling or full batch with
@@ -623,9 +625,9 @@ class DenoisingBlock:
 
     def alternatives(self) -> tuple[tuple[Term, ...], ...]:
         if self.classes is None:
-            shares = ((self.sampling_probability, cast(int, self.outputs)),)
+            shares = [(self.sampling_probability, cast(int, self.outputs))]
         else:
-            shares = tuple({(c.sampling_probability, c.outputs): None for c in self.classes})
+            shares = [(c.sampling_probability, c.outputs) for c in self.classes]
         return tuple(self._terms(q, n) for q, n in _undominated(shares))
 
     def _terms(self, q: float, outputs: int) -> tuple[Term, ...]:
@@ -701,9 +703,7 @@ class DenoisingBlock:
             clip_norm=r.number("clip_norm"),
             beta=beta,
             subsampling=cast(SubsamplingKind, subsampling),
-            sampling=cast(
-                SamplingKind, r.choice("sampling", ("poisson", "fixed_size"), "poisson")
-            ),
+            sampling=cast(SamplingKind, r.choice("sampling", ("poisson", "fixed_size"), "poisson")),
             subsample_size=r.integer("subsample_size") if r.has("subsample_size") else None,
             public_size=r.integer("public_size") if r.has("public_size") else None,
             outputs=r.integer("outputs") if r.has("outputs") else None,
@@ -767,9 +767,7 @@ class Composition:
     def to_json(self) -> dict[str, object]:
         return {
             "kind": self.kind,
-            "parts": [
-                {"mechanism": p.mechanism.to_json(), "count": p.count} for p in self.parts
-            ],
+            "parts": [{"mechanism": p.mechanism.to_json(), "count": p.count} for p in self.parts],
         }
 
     @classmethod
