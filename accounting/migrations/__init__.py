@@ -1,0 +1,1 @@
+"""Alembic's environment and revisions; :meth:`accounting.tables.Database.upgrade` runs them."""
