@@ -1,0 +1,504 @@
+"""The hash chain of a dataset's books: how a row is made, and how the whole is checked.
+
+A row's ``body`` is canonical JSON; its ``hash`` is the SHA-256 of that text, and the next body
+holds it as ``previous``:
+
+    {"version": 1, "dataset", "sequence", "previous", "kind", "entry", "state", "at", "data"}
+
+``kind`` is ``budget``, ``reserved``, ``started``, ``attempt`` (a started job taken over),
+``released``, ``failed_charged``, ``cancelled`` or ``expired``; ``state`` is the entry's state after
+the row; ``at`` is microseconds since 1970 UTC. ``data`` holds what the row adds, so that the books
+can be replayed from the bodies alone: a ``reserved`` row has the mechanism and its costs.
+
+Who can write to the database can rewrite a whole chain. What stands against that is outside: a
+certificate holds the hash of its ``started`` row, and so does every copy of an older head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from accounting.canonical import canonical_json, digest
+from accounting.errors import InvalidRequest, NotFound
+from accounting.filters import (
+    DELTA_UNITS,
+    EPSILON_UNITS,
+    INFINITE,
+    Cost,
+    Filter,
+    FilterState,
+    admitting,
+    charge,
+)
+from accounting.mechanisms import NEIGHBORING_RELATION, Mechanism, mechanism_from_json
+from accounting.tables import (
+    GENESIS_HASH,
+    BudgetRow,
+    ChainRow,
+    ChargeRow,
+    DatasetRow,
+    EntryRow,
+    FilterRow,
+    JobRow,
+    JsonObject,
+    ReleaseRow,
+)
+
+if TYPE_CHECKING:
+    from accounting.bounds import Bracket
+
+EpsilonBound = Callable[[Mechanism, float], "Bracket"]
+
+NEXT_STATES: Final[Mapping[str, frozenset[str]]] = {
+    "reserved": frozenset({"started", "cancelled", "expired"}),
+    "started": frozenset({"released", "failed_charged"}),
+}
+"""The changes of state that there are."""
+
+# A cost is recomputed with another build of the same arithmetic, whose last bits may differ.
+_RECOMPUTED_RELATIVE: Final = 1e-9
+_RECOMPUTED_UNITS: Final = 1
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :func:`verify` found.
+
+    ``rows`` is the number of chain rows before the first that is wrong; ``first_bad`` the sequence
+    number of the first row that is wrong or missing; ``problem`` says what is wrong with it;
+    ``head`` is the hash of the last of the ``rows``.
+    """
+
+    ok: bool
+    rows: int
+    first_bad: int | None
+    problem: str | None
+    head: str
+
+
+@dataclass
+class FilterTotal:
+    """A filter's sums, with infinite costs counted apart: they are never added."""
+
+    epsilon_units: int = 0
+    delta_units: int = 0
+    infinite: int = 0
+
+    def add(self, cost: Cost, sign: int = 1) -> None:
+        if INFINITE in (cost.epsilon_units, cost.delta_units):
+            self.infinite += sign
+        else:
+            self.epsilon_units += sign * cost.epsilon_units
+            self.delta_units += sign * cost.delta_units
+
+    def state(self, f: Filter) -> FilterState:
+        """The state that the admission rule reads."""
+        epsilon_units = INFINITE if self.infinite else self.epsilon_units
+        return FilterState(f, epsilon_units, self.delta_units)
+
+
+def filters_of(session: Session, dataset_id: str) -> tuple[Filter, ...]:
+    """The dataset's filters in the family's order; empty before the budget is set."""
+    return tuple(
+        Filter(row.order, row.delta_units, row.cap_units, row.delta_per_release_units)
+        for row in session.scalars(
+            sa.select(FilterRow)
+            .where(FilterRow.dataset_id == dataset_id)
+            .order_by(FilterRow.position)
+        )
+    )
+
+
+def filter_json(f: Filter) -> dict[str, object]:
+    """A filter in the integers that admission uses."""
+    return {
+        "order": f.order,
+        "delta_units": f.delta_units,
+        "cap_units": f.cap_units,
+        "delta_per_release_units": f.delta_per_release_units,
+    }
+
+
+def append(
+    session: Session,
+    dataset: DatasetRow,
+    *,
+    kind: str,
+    entry_id: str | None,
+    state: str | None,
+    now: int,
+    data: Mapping[str, object],
+) -> ChainRow:
+    """Adds a row to the chain of a dataset whose row the caller has locked."""
+    sequence = dataset.chain_sequence + 1
+    body = canonical_json(
+        {
+            "version": 1,
+            "dataset": dataset.id,
+            "sequence": sequence,
+            "previous": dataset.chain_hash,
+            "kind": kind,
+            "entry": entry_id,
+            "state": state,
+            "at": now,
+            "data": dict(data),
+        }
+    )
+    row = ChainRow(
+        dataset_id=dataset.id,
+        sequence=sequence,
+        previous_hash=dataset.chain_hash,
+        hash=hashlib.sha256(body).hexdigest(),
+        body=body.decode(),
+    )
+    session.add(row)
+    dataset.chain_sequence = sequence
+    dataset.chain_hash = row.hash
+    return row
+
+
+# --------------------------------------------------------------------------------------------------
+# Verification
+# --------------------------------------------------------------------------------------------------
+
+
+class _Bad(Exception):
+    def __init__(self, problem: str, sequence: int | None = None) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.sequence = sequence
+
+
+@dataclass
+class _Entry:
+    """An entry as the chain tells it."""
+
+    first: int
+    last: int
+    state: str
+    job: object
+    parent: object
+    organisation: object
+    mechanism: JsonObject | None
+    costs: tuple[Cost, ...]
+    started: int | None = None
+    released: JsonObject | None = None
+
+
+@dataclass
+class _Replay:
+    """The books, rebuilt from the bodies of the chain."""
+
+    epsilon_bound: EpsilonBound | None
+    budget: JsonObject | None = None
+    budget_sequence: int = 0
+    filters: tuple[Filter, ...] = ()
+    totals: list[FilterTotal] = field(default_factory=list)
+    entries: dict[str, _Entry] = field(default_factory=dict)
+    costs_checked: dict[tuple[str, tuple[Cost, ...]], str | None] = field(default_factory=dict)
+
+    def apply(self, body: JsonObject) -> None:
+        """Plays one row.
+
+        Raises:
+            _Bad: the row could not follow from the rows before it.
+        """
+        kind, data = body["kind"], body["data"]
+        if kind == "budget":
+            self._budget(body["sequence"], data)
+        elif kind == "reserved":
+            self._reserved(body["sequence"], body["entry"], data)
+        else:
+            self._moved(body["sequence"], body["entry"], kind, body["state"], data)
+
+    def _budget(self, sequence: int, data: JsonObject) -> None:
+        if self.budget is not None:
+            raise _Bad("a second budget")
+        self.budget, self.budget_sequence = data["budget"], sequence
+        self.filters = tuple(
+            Filter(f["order"], f["delta_units"], f["cap_units"], f["delta_per_release_units"])
+            for f in data["filters"]
+        )
+        self.totals = [FilterTotal() for _ in self.filters]
+
+    def _reserved(self, sequence: int, entry_id: str, data: JsonObject) -> None:
+        if entry_id in self.entries:
+            raise _Bad("the entry was reserved before")
+        mechanism = data["mechanism"]
+        costs = tuple(Cost(epsilon, delta) for epsilon, delta in data["costs"])
+        if data["neighboring_relation"] != NEIGHBORING_RELATION:
+            raise _Bad("another neighbouring relation")
+        if costs:
+            if len(costs) != len(self.filters) or mechanism is None:
+                raise _Bad("the charge has no mechanism, or not one cost a filter")
+            if any(not 0 <= u <= INFINITE for c in costs for u in (c.epsilon_units, c.delta_units)):
+                raise _Bad("a cost is out of range")
+            if data["mechanism_digest"] != digest(mechanism):
+                raise _Bad("the mechanism's digest differs")
+            states = [t.state(f) for t, f in zip(self.totals, self.filters, strict=True)]
+            if not admitting(states, costs):
+                raise _Bad("no filter admitted this charge")
+            problem = self._recompute(data["mechanism_digest"], mechanism, costs)
+            if problem is not None:
+                raise _Bad(problem)
+            self._count(costs, 1)
+        else:
+            parent = self.entries.get(str(data["parent"]))
+            if parent is None or parent.state != "released" or mechanism is not None:
+                raise _Bad("an entry without a charge must process a released one")
+        self.entries[entry_id] = _Entry(
+            first=sequence,
+            last=sequence,
+            state="reserved",
+            job=data["job"],
+            parent=data["parent"],
+            organisation=data["organisation"],
+            mechanism=mechanism,
+            costs=costs,
+        )
+
+    def _moved(self, sequence: int, entry_id: str, kind: str, state: str, data: JsonObject) -> None:
+        entry = self.entries.get(entry_id)
+        if entry is None:
+            raise _Bad("the entry was never reserved")
+        if kind == "attempt":
+            if entry.state != "started" or state != "started":
+                raise _Bad("an attempt at a job that is not started")
+        elif state != kind or state not in NEXT_STATES.get(entry.state, ()):
+            raise _Bad(f"no entry goes from {entry.state} to {kind}")
+        if kind == "started":
+            entry.started = sequence
+        elif kind == "released":
+            entry.released = data
+        elif kind in ("cancelled", "expired"):
+            self._count(entry.costs, -1)
+        entry.state, entry.last = state, sequence
+
+    def _count(self, costs: Sequence[Cost], sign: int) -> None:
+        for total, cost in zip(self.totals, costs):  # noqa: B905 - free entries have no costs
+            total.add(cost, sign)
+
+    def _recompute(
+        self, key: str, mechanism_json: JsonObject, costs: tuple[Cost, ...]
+    ) -> str | None:
+        """What is wrong with a charge as the price of its mechanism; None if nothing is."""
+        if (key, costs) not in self.costs_checked:
+            self.costs_checked[key, costs] = self._compare(mechanism_json, costs)
+        return self.costs_checked[key, costs]
+
+    def _compare(self, mechanism_json: JsonObject, costs: tuple[Cost, ...]) -> str | None:
+        mechanism = mechanism_from_json(mechanism_json)
+        finite = [(f, c) for f, c in zip(self.filters, costs, strict=True) if f.order != "inf"]
+        fresh = charge(mechanism, tuple(f for f, _ in finite), epsilon_bound=_not_asked)
+        for (f, recorded), now in zip(finite, fresh, strict=True):
+            if _below(recorded.epsilon_units, now.epsilon_units):
+                return f"the cost at order {f.order} is below that of its mechanism"
+        if self.epsilon_bound is None:
+            return None
+        for f, recorded in zip(self.filters, costs, strict=True):
+            if f.order != "inf" or INFINITE in (recorded.epsilon_units, recorded.delta_units):
+                continue
+            # The recorded (epsilon, delta) is false if epsilon lies below what is certain at delta.
+            # Delta is rounded to a double upwards, where less is certain.
+            delta = math.nextafter(recorded.delta_units / DELTA_UNITS, math.inf)
+            lower = self.epsilon_bound(mechanism, delta).lower
+            if math.isinf(lower) or math.floor(lower * EPSILON_UNITS) > recorded.epsilon_units:
+                return "the cost by basic composition is below that of its mechanism"
+        return None
+
+
+def _not_asked(_mechanism: Mechanism, _delta: float) -> Bracket:
+    raise AssertionError("a finite order needs no bound of epsilon")
+
+
+def _below(recorded: int, recomputed: int) -> bool:
+    if recomputed == INFINITE or recorded == INFINITE:
+        return recorded < recomputed
+    return recorded < recomputed * (1 - _RECOMPUTED_RELATIVE) - _RECOMPUTED_UNITS
+
+
+def verify(
+    session: Session, dataset_id: str, *, epsilon_bound: EpsilonBound | None = None
+) -> Verification:
+    """Checks a dataset's books: the chain, the rule along it, its costs, and the tables against it.
+
+    In order: every body is the text of its hash, holds the hash before it and its own place; the
+    head in the dataset row is the last row; each row may follow the rows before it; each charge was
+    admitted by a filter when it was reserved and is no cheaper than its mechanism (Rényi orders
+    always; basic composition where ``epsilon_bound`` is given, such as
+    :func:`accounting.bounds.epsilon`); and the budget, entries, charges, jobs and releases in the
+    tables are those of the chain.
+
+    Read through :meth:`accounting.tables.Database.read`, whose snapshot is consistent.
+
+    Raises:
+        NotFound: no such dataset.
+    """
+    dataset = session.get(DatasetRow, dataset_id)
+    if dataset is None:
+        raise NotFound
+    replay = _Replay(epsilon_bound)
+    good, head = 0, GENESIS_HASH
+    try:
+        for row in session.execute(
+            sa.select(ChainRow.sequence, ChainRow.previous_hash, ChainRow.hash, ChainRow.body)
+            .where(ChainRow.dataset_id == dataset_id)
+            .order_by(ChainRow.sequence)
+            .execution_options(yield_per=1000)
+        ):
+            body = _read_body(
+                dataset_id,
+                row.sequence,
+                row.previous_hash,
+                row.hash,
+                row.body,
+                expected=good + 1,
+                previous=head,
+            )
+            _play(replay, body)
+            good, head = row.sequence, row.hash
+        if dataset.chain_sequence > good:
+            raise _Bad("rows are missing at the end", good + 1)
+        if dataset.chain_sequence < good:
+            raise _Bad("there are rows after the head", dataset.chain_sequence + 1)
+        if dataset.chain_hash != head:
+            raise _Bad("the head is not the hash of the last row", max(good, 1))
+        _compare_tables(session, dataset_id, replay, good)
+    except _Bad as bad:
+        return Verification(
+            ok=False,
+            rows=good,
+            first_bad=good + 1 if bad.sequence is None else bad.sequence,
+            problem=bad.problem,
+            head=head,
+        )
+    return Verification(ok=True, rows=good, first_bad=None, problem=None, head=head)
+
+
+def _read_body(
+    dataset_id: str,
+    sequence: int,
+    previous_hash: str,
+    row_hash: str,
+    text: str,
+    *,
+    expected: int,
+    previous: str,
+) -> JsonObject:
+    if sequence != expected:
+        raise _Bad("the row is missing")
+    if hashlib.sha256(text.encode()).hexdigest() != row_hash:
+        raise _Bad("the row was changed: its hash differs")
+    try:
+        body: Any = json.loads(text)
+    except ValueError:
+        raise _Bad("the row is not JSON") from None
+    if not isinstance(body, dict) or canonical_json(body).decode() != text:
+        raise _Bad("the row is not canonical JSON")
+    if body.get("dataset") != dataset_id or body.get("sequence") != sequence:
+        raise _Bad("the row belongs to another place")
+    if body.get("previous") != previous or previous_hash != previous:
+        raise _Bad("the row does not follow the row before it")
+    if body.get("version") != 1:
+        raise _Bad("the row is of another version")
+    return body
+
+
+def _play(replay: _Replay, body: JsonObject) -> None:
+    try:
+        replay.apply(body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        # Only a row that this code never wrote lacks a field or has one of another type.
+        raise _Bad(f"the row cannot be read: {type(error).__name__}") from error
+    except InvalidRequest as error:
+        raise _Bad(f"the mechanism cannot be read: {error.detail}") from error
+
+
+def _compare_tables(session: Session, dataset_id: str, replay: _Replay, rows: int) -> None:
+    """Raises _Bad, with the sequence of the first row that the tables contradict."""
+    problems: list[tuple[int, str]] = []
+    budget = session.get(BudgetRow, dataset_id)
+    if (None if budget is None else budget.budget) != replay.budget or (
+        filters_of(session, dataset_id) != replay.filters
+    ):
+        problems.append((replay.budget_sequence or rows + 1, "the budget differs from the chain's"))
+
+    charges: dict[str, dict[int, Cost]] = {}
+    for charged in session.execute(
+        sa.select(
+            ChargeRow.entry_id, ChargeRow.position, ChargeRow.epsilon_units, ChargeRow.delta_units
+        )
+        .join(EntryRow, EntryRow.id == ChargeRow.entry_id)
+        .where(EntryRow.dataset_id == dataset_id)
+        .execution_options(yield_per=1000)
+    ):
+        charges.setdefault(charged.entry_id, {})[charged.position] = Cost(
+            charged.epsilon_units, charged.delta_units
+        )
+    seen: set[str] = set()
+    # Columns, not objects: what the session holds already must not stand in for what is stored.
+    for row in session.execute(
+        sa.select(
+            *EntryRow.__table__.c,
+            JobRow.id.label("job_id"),
+            JobRow.state.label("job_state"),
+            JobRow.mechanism.label("job_mechanism"),
+            JobRow.started_sequence,
+            ReleaseRow.id.label("release_id"),
+            ReleaseRow.sha256,
+            ReleaseRow.bytes,
+            ReleaseRow.certificate,
+        )
+        .outerjoin(JobRow, JobRow.entry_id == EntryRow.id)
+        .outerjoin(ReleaseRow, ReleaseRow.entry_id == EntryRow.id)
+        .where(EntryRow.dataset_id == dataset_id)
+        .execution_options(yield_per=1000)
+    ):
+        seen.add(row.id)
+        told = replay.entries.get(row.id)
+        if told is None:
+            problems.append((rows + 1, f"entry {row.id} has no row in the chain"))
+            continue
+        if row.state != told.state or row.job_state != told.state:
+            problems.append(
+                (told.last, f"entry {row.id} is {row.state}, and {told.state} in the chain")
+            )
+        if charges.get(row.id, {}) != dict(enumerate(told.costs)):
+            problems.append((told.first, f"the costs of entry {row.id} differ from the chain's"))
+        if (
+            (row.sequence, row.job_id, row.organisation_id)
+            != (told.first, told.job, told.organisation)
+            or row.parent_entry_id != told.parent
+            or row.mechanism != told.mechanism
+            or row.job_mechanism != told.mechanism
+        ):
+            problems.append((told.first, f"entry {row.id} differs from the chain's"))
+        if row.started_sequence != told.started:
+            problems.append((told.last, f"entry {row.id} names another row as its start"))
+        stored = (
+            None
+            if row.release_id is None
+            else {
+                "release": row.release_id,
+                "artefact": {"sha256": row.sha256, "bytes": row.bytes},
+                "certificate_digest": digest(row.certificate),
+            }
+        )
+        if stored != told.released:
+            problems.append((told.last, f"the release of entry {row.id} differs from the chain's"))
+    problems.extend(
+        (told.first, f"entry {entry_id} is in the chain alone")
+        for entry_id, told in replay.entries.items()
+        if entry_id not in seen
+    )
+    if problems:
+        sequence, problem = min(problems)
+        raise _Bad(problem, sequence)
