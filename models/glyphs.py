@@ -1,0 +1,727 @@
+"""Public training images: labelled digits drawn by this module, 28x28, white on black.
+
+Three sources are mixed.
+
+* `strokes`: pen paths written down here as control points for the ways people form each digit
+  (open and closed 4, 7 with a bar, 1 with a flag, a looped 2, ...), then jittered, bent, slanted
+  and drawn with a round pen. This source needs no package beyond NumPy and SciPy.
+* `hershey`: the single-stroke engraving alphabets of Hershey-Fonts, drawn with the same pen.
+* `fonts`: typefaces from rendercv-fonts, pymupdf-fonts and matplotlib, bent and thinned.
+
+None of them contains digitised handwriting: script, brush and pixel faces are left out by naming
+the faces that are used. A private data set of handwritten digits is therefore disjoint from this
+data by construction, which is what a certificate of the hybrid sampler assumes.
+
+The frame is the usual one of 28x28 digit sets: the digit's longest side fits a 20x20 box and its
+centre of mass sits at the centre of the image.
+
+Every image depends on `(seed, index, mix)` only, so a set can be rendered in any order or in
+parts. The packages of the last two sources are imported when a glyph needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import io
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+
+Floats = NDArray[np.float64]
+Curve = tuple[tuple[float, float], ...]
+"""Control points (x right, y down) in the unit square, to be joined by one smooth curve."""
+
+SIDE: Final = 28
+BOX: Final = 20.0
+CLASSES: Final = tuple("0123456789")
+
+
+class GlyphPackageError(ImportError):
+    """A font package that the requested mix needs is not installed."""
+
+
+@dataclass(frozen=True)
+class FontPackage:
+    """A distribution the `hershey` or `fonts` source reads, for the model card."""
+
+    name: str
+    version: str
+    licence: str
+
+
+@dataclass(frozen=True)
+class GlyphMix:
+    """Shares of the three sources, each in [0, 1], adding up to 1."""
+
+    strokes: float = 0.8
+    hershey: float = 0.08
+    fonts: float = 0.12
+
+    def __post_init__(self) -> None:
+        shares = (self.strokes, self.hershey, self.fonts)
+        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-9:
+            raise ValueError(f"shares must be at least 0 and add up to 1, got {shares}")
+
+
+STROKES_ONLY: Final = GlyphMix(strokes=1.0, hershey=0.0, fonts=0.0)
+
+_LICENCES: Final = {
+    "Hershey-Fonts": "MIT (package); Hershey fonts free to use",
+    "rendercv-fonts": (
+        "MIT (package); SIL OFL 1.1, Apache-2.0, Ubuntu, XCharter and Fontin licences (faces)"
+    ),
+    "pymupdf-fonts": "SIL OFL 1.1 (FiraGO)",
+    "matplotlib": "PSF-based (package); DejaVu, STIX and BaKoMa licences (faces)",
+}
+
+# Distinct digit shapes only: most names of the package share one of these alphabets' digits.
+_HERSHEY_FACES: Final = ("futural", "futural", "futural", "timesr", "scripts", "futuram")
+
+_RENDERCV_FACES: Final = (
+    ("EB Garamond", "EBGaramond-Regular.ttf"),
+    ("Fontin", "Fontin-Italic.otf"),
+    ("Fontin", "Fontin-Regular.otf"),
+    ("Gentium Book Plus", "GentiumBookPlus-Italic.ttf"),
+    ("Gentium Book Plus", "GentiumBookPlus-Regular.ttf"),
+    ("Lato", "Lato-Italic.ttf"),
+    ("Lato", "Lato-Regular.ttf"),
+    ("Mukta", "Mukta-Regular.ttf"),
+    ("Noto Sans", "NotoSans-Italic.ttf"),
+    ("Noto Sans", "NotoSans-Regular.ttf"),
+    ("Noto Sans", "NotoSansJP-Regular.ttf"),
+    ("Open Sans", "OpenSans-Italic.ttf"),
+    ("Open Sans", "OpenSans-Regular.ttf"),
+    ("Open Sauce Sans", "OpenSauceSans-Regular.ttf"),
+    ("Poppins", "Poppins-Italic.ttf"),
+    ("Poppins", "Poppins-Regular.ttf"),
+    ("Raleway", "Raleway-Italic.ttf"),
+    ("Roboto", "Roboto-Bold.ttf"),
+    ("Roboto", "Roboto-Italic.ttf"),
+    ("Roboto", "Roboto-Regular.ttf"),
+    ("Source Sans 3", "SourceSans3-Italic.ttf"),
+    ("Source Sans 3", "SourceSans3-Regular.ttf"),
+    ("Ubuntu", "Ubuntu-Italic.ttf"),
+    ("Ubuntu", "Ubuntu-Regular.ttf"),
+    ("XCharter", "XCharter-Italic.otf"),
+    ("XCharter", "XCharter-Regular.otf"),
+)
+_PYMUPDF_FACES: Final = ("FiraGO_Regular", "FiraGO_Italic", "FiraGO_Bold")
+_MATPLOTLIB_FACES: Final = (
+    "DejaVuSans.ttf",
+    "DejaVuSans-Oblique.ttf",
+    "DejaVuSerif-Italic.ttf",
+    "STIXGeneralItalic.ttf",
+    "cmr10.ttf",
+    "cmss10.ttf",
+    "cmti10.ttf",
+)
+
+
+def font_packages() -> tuple[FontPackage, ...]:
+    """The distributions that the full mix reads, with their installed versions.
+
+    Raises `GlyphPackageError` if one is missing.
+    """
+    return tuple(
+        FontPackage(name=name, version=_installed_version(name), licence=licence)
+        for name, licence in _LICENCES.items()
+    )
+
+
+def render_glyph(label: int, seed: int, index: int, mix: GlyphMix) -> NDArray[np.uint8]:
+    """One digit as uint8 [28, 28], 0 for the ground and up to 255 for ink.
+
+    Raises `ValueError` for a label outside 0..9, `GlyphPackageError` if the source drawn for this
+    index needs a package that is missing.
+    """
+    if not 0 <= label < len(CLASSES):
+        raise ValueError(f"label must be in 0..9, got {label}")
+    rng = np.random.default_rng((seed, index))
+    draw = rng.random()
+    if draw < mix.strokes:
+        ink = _draw_pen(_handwritten_path(label, rng), rng)
+    elif draw < mix.strokes + mix.hershey:
+        ink = _draw_pen(_hershey_path(label, rng), rng)
+    else:
+        ink = _draw_font(label, rng)
+    blur = rng.uniform(-0.4, 0.5)
+    if blur > 0.2:
+        ink = np.asarray(ndimage.gaussian_filter(ink, blur), dtype=np.float64)
+    ink = np.clip(ink * rng.uniform(0.92, 1.08), 0.0, 1.0)
+    return np.asarray(np.rint(ink * 255), dtype=np.uint8)
+
+
+def render_glyphs(
+    count: int,
+    seed: int,
+    mix: GlyphMix,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """`count` digits as uint8 [count, 28, 28] and their labels as int64 [count].
+
+    Image i has label i mod 10, so any multiple of ten is class-balanced. `progress` is called
+    with the number of images done, about a hundred times.
+    """
+    images = np.zeros((count, SIDE, SIDE), dtype=np.uint8)
+    labels = np.arange(count, dtype=np.int64) % len(CLASSES)
+    every = max(1, count // 100)
+    for index in range(count):
+        images[index] = render_glyph(int(labels[index]), seed, index, mix)
+        if progress is not None and (index + 1) % every == 0:
+            progress(index + 1)
+    return images, labels
+
+
+# --- pen paths -------------------------------------------------------------------------------
+
+
+def _handwritten_path(label: int, rng: np.random.Generator) -> list[Floats]:
+    curves = _SKELETONS[label](rng)
+    jitter = abs(rng.normal(0.025, 0.012))
+    path = []
+    for curve in curves:
+        points = np.asarray(curve, dtype=np.float64)
+        path.append(_smooth(points + rng.normal(0.0, jitter, points.shape)))
+    _rejoin(curves, path)
+    width = _WIDTHS[label] * math.exp(rng.normal(0.0, 0.2))
+    return _bend(path, rng, width=width, slant=rng.normal(0.12, 0.24), wobble=0.035)
+
+
+def _hershey_path(label: int, rng: np.random.Generator) -> list[Floats]:
+    face = _HERSHEY_FACES[rng.integers(len(_HERSHEY_FACES))]
+    strokes = [np.asarray(stroke, dtype=np.float64) for stroke in _hershey_strokes(face)[label]]
+    points = np.concatenate(strokes)
+    low, high = points.min(axis=0), points.max(axis=0)
+    height = float(high[1] - low[1])
+    path = [_densify((stroke - low) / height) for stroke in strokes]
+    return _bend(path, rng, width=math.exp(rng.normal(0.0, 0.2)), slant=rng.normal(0.1, 0.22))
+
+
+@cache
+def _hershey_strokes(face: str) -> tuple[tuple[Curve, ...], ...]:
+    """The strokes of "0".."9" in a Hershey alphabet, in the font's own units (y down)."""
+    fonts = _import("HersheyFonts", "Hershey-Fonts").HersheyFonts()
+    fonts.load_default_font(face)
+    return tuple(
+        tuple(
+            tuple((float(x), float(y)) for x, y in stroke)
+            for stroke in fonts.strokes_for_text(digit)
+        )
+        for digit in CLASSES
+    )
+
+
+def _arc(
+    centre: tuple[float, float],
+    radii: tuple[float, float],
+    start: float,
+    sweep: float,
+    count: int,
+    growth: float = 1.0,
+) -> Curve:
+    """Points on an ellipse from `start` degrees over `sweep` (0 right, 90 down, -90 up).
+
+    `growth` is the radius at the end over the radius at the start, which makes a spiral.
+    """
+    points = []
+    for k in range(count):
+        part = k / (count - 1)
+        angle = math.radians(start + sweep * part)
+        scale = 1 + (growth - 1) * part
+        points.append(
+            (
+                centre[0] + scale * radii[0] * math.cos(angle),
+                centre[1] + scale * radii[1] * math.sin(angle),
+            )
+        )
+    return tuple(points)
+
+
+def _zero(rng: np.random.Generator) -> list[Curve]:
+    start = -90 + rng.uniform(-60, 60)
+    turn = rng.choice((-1.0, -1.0, 1.0)) * (360 + rng.uniform(-30, 25))
+    lean = rng.uniform(0.85, 1.1)
+    loop = _arc((0.5, 0.5), (0.5, 0.5), start, turn, 12, growth=lean)
+    if rng.random() < 0.1:
+        # A closing tail that ends inside the loop.
+        return [(*loop, (rng.uniform(0.4, 0.6), rng.uniform(0.1, 0.3)))]
+    return [loop]
+
+
+def _one(rng: np.random.Generator) -> list[Curve]:
+    bow = rng.normal(0.0, 0.03)
+    stem: Curve = ((0.5, 0.0), (0.5 + bow, 0.33), (0.5 + bow, 0.66), (0.5, 1.0))
+    kind = rng.random()
+    if kind < 0.72:
+        return [stem]
+    reach = rng.uniform(0.12, 0.28)
+    flag: Curve = ((0.5 - reach, rng.uniform(0.08, 0.3)), (0.5, 0.0))
+    if kind < 0.92:
+        return [flag, stem]
+    half = rng.uniform(0.15, 0.35)
+    return [flag, stem, ((0.5 - half, 1.0), (0.5 + half, 1.0))]
+
+
+def _two(rng: np.random.Generator) -> list[Curve]:
+    left, top = rng.uniform(0.02, 0.2), rng.uniform(0.12, 0.32)
+    right = rng.uniform(0.75, 0.95)
+    heel = (rng.uniform(0.0, 0.15), rng.uniform(0.88, 1.0))
+    head: Curve = (
+        (left, top),
+        (0.25, rng.uniform(0.03, 0.09)),
+        (0.52, 0.0),
+        (right - 0.06, 0.1),
+        (right, rng.uniform(0.22, 0.34)),
+        (right - 0.2, 0.58),
+        (0.38, 0.8),
+    )
+    end = (rng.uniform(0.85, 1.08), rng.uniform(0.86, 1.04))
+    kind = rng.random()
+    if kind < 0.5:
+        base: Curve = (heel, (0.4, rng.uniform(0.93, 1.0)), (0.7, rng.uniform(0.93, 1.03)), end)
+        return [(*head, heel), base]
+    # The pen turns in a loop at the heel and leaves to the right.
+    low = rng.uniform(0.92, 1.02)
+    loop: Curve = (
+        (0.2, 0.96),
+        (0.04, low),
+        (-0.02, low - rng.uniform(0.1, 0.16)),
+        (0.14, low - rng.uniform(0.14, 0.24)),
+        (0.4, 0.9),
+        (0.7, rng.uniform(0.95, 1.03)),
+        end,
+    )
+    return [(*head, *loop)]
+
+
+def _three(rng: np.random.Generator) -> list[Curve]:
+    waist = (rng.uniform(0.28, 0.52), rng.uniform(0.41, 0.52))
+    right = rng.uniform(0.72, 0.92)
+    belly: Curve = (
+        (0.72, rng.uniform(0.46, 0.54)),
+        (rng.uniform(0.86, 1.0), rng.uniform(0.66, 0.74)),
+        (rng.uniform(0.72, 0.82), 0.92),
+        (0.45, 1.0),
+        (0.18, rng.uniform(0.93, 0.99)),
+        (rng.uniform(-0.02, 0.1), rng.uniform(0.8, 0.93)),
+    )
+    if rng.random() < 0.12:
+        # Flat top: a bar, then a slanted stroke into the belly.
+        return [
+            ((0.08, rng.uniform(0.0, 0.06)), (0.5, 0.02), (0.9, 0.0)),
+            ((0.9, 0.0), (0.66, 0.2), waist),
+            (waist, *belly),
+        ]
+    head: Curve = (
+        (rng.uniform(0.02, 0.16), rng.uniform(0.08, 0.22)),
+        (0.24, 0.04),
+        (0.5, 0.0),
+        (right - 0.06, 0.07),
+        (right, rng.uniform(0.18, 0.26)),
+        (0.66, 0.38),
+    )
+    if rng.random() < 0.7:
+        return [(*head, waist), (waist, *belly)]
+    # A rounded waist: one curve, sometimes with a small loop.
+    dip = rng.uniform(0.0, 0.05)
+    return [(*head, (waist[0], waist[1] - dip), (waist[0], waist[1] + dip), *belly)]
+
+
+def _four(rng: np.random.Generator) -> list[Curve]:
+    bar = rng.uniform(0.48, 0.68)
+    kind = rng.random()
+    stem_x = rng.uniform(0.62, 0.82)
+    if kind < 0.6:
+        # Open: down, along the bar, then a separate stem.
+        left = rng.uniform(0.0, 0.18)
+        corner = (rng.uniform(0.0, 0.12), bar + rng.uniform(-0.06, 0.02))
+        down: Curve = ((left + 0.12, rng.uniform(0.0, 0.12)), (left + 0.03, bar * 0.55), corner)
+        end = (rng.uniform(0.82, 1.05), bar + rng.uniform(-0.1, 0.04))
+        along: Curve = (corner, (0.4, bar + rng.uniform(-0.03, 0.04)), end)
+        stem: Curve = (
+            (stem_x + rng.uniform(0.0, 0.12), rng.uniform(-0.02, 0.16)),
+            (stem_x + 0.02, 0.45),
+            (stem_x + rng.uniform(-0.12, 0.04), 1.0),
+        )
+        if rng.random() < 0.45:
+            # Round corner: the left side and the bar are one curve.
+            return [(down[0], down[1], (corner[0] + 0.05, bar - 0.05), (0.28, bar), end), stem]
+        return [down, along, stem]
+    if kind < 0.85:
+        # Closed: the diagonal starts where the stem starts.
+        top = (stem_x, 0.0)
+        corner = (rng.uniform(0.0, 0.08), bar)
+        end = (rng.uniform(0.88, 1.08), bar + rng.uniform(-0.06, 0.03))
+        return [(top, corner), (corner, end), (top, (stem_x + rng.uniform(-0.08, 0.03), 1.0))]
+    # One pen path: a cup that climbs to the top right and falls as the stem.
+    right = rng.uniform(0.8, 0.95)
+    cup: Curve = (
+        (0.15, rng.uniform(0.0, 0.1)),
+        (0.05, 0.3),
+        (0.2, bar - 0.05),
+        (0.5, bar - 0.08),
+        (right - 0.04, rng.uniform(0.1, 0.25)),
+    )
+    return [cup, (cup[-1], (right - 0.08, 0.5), (right - rng.uniform(0.1, 0.25), 1.0))]
+
+
+def _five(rng: np.random.Generator) -> list[Curve]:
+    left = rng.uniform(0.1, 0.3)
+    neck = (left - rng.uniform(0.0, 0.1), rng.uniform(0.36, 0.5))
+    belly: Curve = (
+        neck,
+        (0.45, neck[1] - rng.uniform(0.0, 0.08)),
+        (0.75, neck[1] + 0.06),
+        (rng.uniform(0.8, 0.95), rng.uniform(0.64, 0.74)),
+        (0.7, 0.92),
+        (0.4, 1.0),
+        (0.15, rng.uniform(0.93, 0.99)),
+        (rng.uniform(-0.02, 0.1), rng.uniform(0.82, 0.92)),
+    )
+    tip = (rng.uniform(0.8, 1.1), rng.uniform(-0.06, 0.08))
+    corner = (left, rng.uniform(0.0, 0.08))
+    kind = rng.random()
+    if kind < 0.65:
+        gap = rng.uniform(-0.05, 0.05)
+        hat: Curve = ((corner[0] + gap, corner[1] + gap), (0.6, 0.03), tip)
+        return [hat, (corner, neck), belly]
+    # One flowing path, corners rounded off.
+    return [(tip, (0.55, 0.03), corner, (neck[0] + 0.02, neck[1] - 0.08), *belly[1:])]
+
+
+def _six(rng: np.random.Generator) -> list[Curve]:
+    top = rng.uniform(0.45, 0.62)
+    right = rng.uniform(0.78, 0.95)
+    start = (rng.uniform(0.5, 0.85), rng.uniform(0.0, 0.06))
+    down: Curve = (
+        start,
+        (0.36, rng.uniform(0.16, 0.26)),
+        (0.13, 0.46),
+        (0.04, 0.7),
+        (0.14, 0.92),
+        (0.42, 1.0),
+        (right - 0.1, 0.93),
+        (right, 0.74),
+        (right - 0.13, top + 0.04),
+        (0.48, top),
+    )
+    close = rng.uniform(0.0, 1.0)
+    if close < 0.75:
+        return [(*down, (0.22, top + 0.1), (rng.uniform(0.05, 0.16), rng.uniform(0.7, 0.82)))]
+    return [(*down, (0.26, top + 0.08))]
+
+
+def _seven(rng: np.random.Generator) -> list[Curve]:
+    corner = (rng.uniform(0.82, 1.0), rng.uniform(-0.02, 0.08))
+    left = (rng.uniform(0.0, 0.12), rng.uniform(0.0, 0.12))
+    foot = (rng.uniform(0.22, 0.55), 1.0)
+    bend = rng.uniform(-0.06, 0.14)
+    middle = ((corner[0] + foot[0]) / 2 + bend * 0.4, 0.5 - bend * 0.4)
+    top: Curve = (left, (0.5, rng.uniform(-0.02, 0.08)), corner)
+    curves: list[Curve]
+    if rng.random() < 0.25:
+        # Rounded shoulder instead of a corner.
+        curves = [(left, (0.45, 0.0), (corner[0] - 0.06, 0.06), middle, foot)]
+    else:
+        curves = [top, (corner, middle, foot)]
+    if rng.random() < 0.2:
+        curves.insert(0, ((left[0], left[1] + rng.uniform(0.08, 0.2)), left))
+    if rng.random() < 0.2:
+        y = rng.uniform(0.42, 0.58)
+        curves.append(
+            ((middle[0] - rng.uniform(0.2, 0.35), y), (middle[0] + rng.uniform(0.18, 0.35), y))
+        )
+    return curves
+
+
+def _eight(rng: np.random.Generator) -> list[Curve]:
+    waist = rng.uniform(0.42, 0.52)
+    small, big = rng.uniform(0.28, 0.42), rng.uniform(0.36, 0.5)
+    if rng.random() < 0.15:
+        upper = _arc((0.5, waist / 2), (small, waist / 2), 90 + rng.uniform(-40, 40), 360, 11)
+        lower = _arc((0.5, (1 + waist) / 2), (big, (1 - waist) / 2), -90, 360, 11)
+        return [upper, lower]
+    # One S-shaped path that crosses itself at the waist, then climbs back to the start.
+    mirror = rng.choice((1.0, 1.0, 1.0, -1.0))
+    gap = rng.uniform(-0.02, 0.14)
+    path = (
+        (small * 0.9, waist * 0.35 + gap * 0.4),
+        (small * 0.6, 0.05),
+        (0.0, 0.0),
+        (-small * 0.8, waist * 0.2),
+        (-small * 0.85, waist * 0.58),
+        (0.0, waist),
+        (big * 0.85, waist + (1 - waist) * 0.3),
+        (big * 0.9, waist + (1 - waist) * 0.68),
+        (0.05, 1.0),
+        (-big * 0.88, waist + (1 - waist) * 0.72),
+        (-big * 0.8, waist + (1 - waist) * 0.34),
+        (0.02, waist - 0.01),
+        (small * 0.75, waist * 0.62),
+        (small * rng.uniform(0.7, 1.05), waist * 0.35 - gap * 0.4),
+    )
+    return [tuple((0.5 + mirror * x, y) for x, y in path)]
+
+
+def _nine(rng: np.random.Generator) -> list[Curve]:
+    bottom = rng.uniform(0.4, 0.54)
+    right = rng.uniform(0.75, 0.92)
+    loop: Curve = (
+        (right - 0.02, rng.uniform(0.12, 0.24)),
+        (rng.uniform(0.5, 0.62), rng.uniform(0.0, 0.04)),
+        (0.24, 0.06),
+        (0.06, bottom * 0.55),
+        (0.16, bottom * 0.92),
+        (0.42, bottom),
+        (right - 0.14, bottom * 0.75),
+        (right, rng.uniform(0.1, 0.22)),
+    )
+    kind = rng.random()
+    if kind < 0.65:
+        foot = (right - rng.uniform(-0.02, 0.3), 1.0)
+        tail: Curve = (loop[-1], ((right + foot[0]) / 2 + 0.03, 0.55), foot)
+        return [loop, tail]
+    hook: Curve = (
+        loop[-1],
+        (right + 0.01, 0.5),
+        (right - 0.1, 0.85),
+        (rng.uniform(0.4, 0.55), 1.0),
+        (rng.uniform(0.08, 0.25), rng.uniform(0.86, 0.96)),
+    )
+    return [loop, hook]
+
+
+_SKELETONS: Final[tuple[Callable[[np.random.Generator], list[Curve]], ...]] = (
+    _zero,
+    _one,
+    _two,
+    _three,
+    _four,
+    _five,
+    _six,
+    _seven,
+    _eight,
+    _nine,
+)
+
+# Typical width over height of each digit as people write it.
+_WIDTHS: Final = (0.75, 0.7, 0.8, 0.66, 0.74, 0.72, 0.6, 0.68, 0.64, 0.6)
+
+
+# --- geometry --------------------------------------------------------------------------------
+
+
+def _smooth(points: Floats, per_span: int = 4) -> Floats:
+    """Catmull-Rom curve through control points [n, 2]; two points stay a straight line."""
+    if len(points) == 2:
+        return _densify(points)
+    padded = np.concatenate([2 * points[:1] - points[1:2], points, 2 * points[-1:] - points[-2:-1]])
+    p0, p1, p2, p3 = (padded[k : len(padded) - 3 + k, None, :] for k in range(4))
+    u = np.linspace(0.0, 1.0, per_span, endpoint=False)[None, :, None]
+    curve = 0.5 * (
+        2 * p1
+        + (p2 - p0) * u
+        + (2 * p0 - 5 * p1 + 4 * p2 - p3) * u**2
+        + (3 * p1 - p0 - 3 * p2 + p3) * u**3
+    )
+    return np.concatenate([curve.reshape(-1, 2), points[-1:]])
+
+
+def _densify(points: Floats, step: float = 0.08) -> Floats:
+    """The polyline [n, 2] with extra points, so that bending it gives a curve."""
+    parts = []
+    for start, end in itertools.pairwise(points):
+        count = max(1, math.ceil(float(np.linalg.norm(end - start)) / step))
+        parts.append(start + (end - start) * np.arange(count)[:, None] / count)
+    return np.concatenate([*parts, points[-1:]])
+
+
+def _rejoin(curves: Sequence[Curve], path: list[Floats]) -> None:
+    """Moves the start of a curve back onto the previous one's end where they were one point."""
+    for k in range(1, len(curves)):
+        if curves[k][0] == curves[k - 1][-1]:
+            path[k] = (
+                path[k]
+                + (path[k - 1][-1] - path[k][0]) * np.linspace(1.0, 0.0, len(path[k]))[:, None]
+            )
+
+
+def _bend(
+    path: Sequence[Floats],
+    rng: np.random.Generator,
+    width: float,
+    slant: float,
+    wobble: float = 0.025,
+) -> list[Floats]:
+    """Bends by smooth random waves, then applies width, slant and a small rotation."""
+    # Waves of half a period to one period over the digit: local proportions change, strokes do
+    # not shake.
+    phases = rng.uniform(0, 2 * math.pi, (2, 3))
+    sizes = rng.normal(0.0, wobble, (2, 3))
+    turn = rng.normal(0.0, 0.1)
+    cosine, sine = math.cos(turn), math.sin(turn)
+    bent = []
+    for points in path:
+        x, y = points[:, 0], points[:, 1]
+        waves = [
+            sizes[axis, 0] * np.sin(math.pi * y + phases[axis, 0])
+            + sizes[axis, 1] * np.sin(math.pi * x + phases[axis, 1])
+            + sizes[axis, 2] * np.sin(2 * math.pi * y + phases[axis, 2])
+            for axis in range(2)
+        ]
+        across = width * (x + waves[0]) - slant * (y - 0.5)
+        down = y + waves[1]
+        bent.append(
+            np.stack([cosine * across - sine * down, sine * across + cosine * down], axis=1)
+        )
+    return bent
+
+
+def _draw_pen(path: Sequence[Floats], rng: np.random.Generator) -> Floats:
+    """Draws pen paths with a round pen of random width; float [28, 28] in [0, 1]."""
+    radius = float(np.clip(1.35 * math.exp(rng.normal(0.0, 0.28)), 0.7, 2.4))
+    softness = rng.uniform(0.8, 1.3)
+    points = np.concatenate(path)
+    low, high = points.min(axis=0), points.max(axis=0)
+    room = rng.uniform(18.8, BOX) - 2 * radius
+    scale = room / max(float((high - low).max()), 1e-6)
+    starts = np.concatenate([part[:-1] for part in path]) * scale
+    ends = np.concatenate([part[1:] for part in path]) * scale
+    # Centre of mass from the pen path: each piece weighs its length.
+    lengths = np.linalg.norm(ends - starts, axis=1)
+    centre = ((starts + ends) / 2 * lengths[:, None]).sum(axis=0) / max(lengths.sum(), 1e-9)
+    middle = (SIDE - 1) / 2
+    starts, ends = starts - centre + middle, ends - centre + middle
+    # The pen presses harder here and lighter there.
+    along = np.linspace(0, 1, len(starts))
+    press = 1 + rng.normal(0.0, 0.1) * np.sin(2 * math.pi * (along + rng.random()))
+    return _ink(starts, ends, radius * press, softness)
+
+
+def _ink(starts: Floats, ends: Floats, radii: Floats, softness: float) -> Floats:
+    """Coverage of capsules [k, 2] to [k, 2] with the given radii, in pixels, as [28, 28]."""
+    axis = np.arange(SIDE, dtype=np.float64)
+    span = ends - starts
+    squared = np.maximum((span**2).sum(axis=1), 1e-12)
+    # [28 rows, 28 columns, k pieces]; the row and the column terms are separate until `part`.
+    across = axis[None, :, None] - starts[:, 0]
+    down = axis[:, None, None] - starts[:, 1]
+    part = np.clip(across * (span[:, 0] / squared) + down * (span[:, 1] / squared), 0.0, 1.0)
+    distance = np.hypot(across - part * span[:, 0], down - part * span[:, 1])
+    inside: Floats = (radii - distance).max(axis=2)
+    return np.clip(inside / softness + 0.5, 0.0, 1.0)
+
+
+# --- typefaces -------------------------------------------------------------------------------
+
+
+def _draw_font(label: int, rng: np.random.Generator) -> Floats:
+    """Renders a typeface's digit, bends it and changes its weight; float [28, 28] in [0, 1]."""
+    mask = _font_mask(int(rng.integers(_font_count())), label)
+    size = mask.shape[0]
+    # The output pixel (row, column) reads the mask at a slanted, rotated, waved place.
+    axis = np.linspace(-1.0, 1.0, size)
+    x, y = np.meshgrid(axis, axis)
+    width = math.exp(rng.normal(0.0, 0.18))
+    slant, turn = rng.normal(0.08, 0.2), rng.normal(0.0, 0.1)
+    across = (math.cos(turn) * x + math.sin(turn) * y) * width
+    down = -math.sin(turn) * x + math.cos(turn) * y
+    across = across + slant * down
+    for field in range(2):
+        wave = rng.normal(0.0, 0.05) * np.sin(3 * y * rng.uniform(0.6, 1.4) + rng.uniform(0, 6))
+        wave += rng.normal(0.0, 0.05) * np.sin(3 * x * rng.uniform(0.6, 1.4) + rng.uniform(0, 6))
+        if field == 0:
+            across = across + wave
+        else:
+            down = down + wave
+    places = np.stack([(down + 1) / 2 * (size - 1), (across + 1) / 2 * (size - 1)])
+    bent = np.asarray(ndimage.map_coordinates(mask, places, order=1), dtype=np.float64)
+    # A blurred mask crossed at another level is a lighter or bolder weight of the face.
+    soft = np.asarray(ndimage.gaussian_filter(bent, 2.0), dtype=np.float64)
+    bold = 1 / (1 + np.exp(-(soft - rng.uniform(0.2, 0.5)) / 0.06))
+    return _fit(bold, rng.uniform(18.8, BOX))
+
+
+def _fit(mask: Floats, box: float) -> Floats:
+    """Shrinks the inked part to `box` pixels and puts its centre of mass at the image centre."""
+    rows = np.flatnonzero(mask.max(axis=1) > 0.3)
+    columns = np.flatnonzero(mask.max(axis=0) > 0.3)
+    if len(rows) == 0 or len(columns) == 0:
+        return np.zeros((SIDE, SIDE))
+    scale = max(rows[-1] - rows[0], columns[-1] - columns[0], 1) / box
+    smooth = np.asarray(ndimage.gaussian_filter(mask, 0.4 * scale), dtype=np.float64)
+    row, column = (float(value) for value in ndimage.center_of_mass(smooth))
+    axis = (np.arange(SIDE) - (SIDE - 1) / 2) * scale
+    places = np.stack(np.meshgrid(row + axis, column + axis, indexing="ij"))
+    return np.asarray(ndimage.map_coordinates(smooth, places, order=1), dtype=np.float64)
+
+
+@cache
+def _font_count() -> int:
+    return len(_RENDERCV_FACES) + len(_PYMUPDF_FACES) + len(_MATPLOTLIB_FACES)
+
+
+@cache
+def _font_mask(face: int, label: int) -> Floats:
+    """A face's digit, 64 pixels tall, centred in a 96x96 mask of values in [0, 1]."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.truetype(io.BytesIO(_font_file(face)), 84)
+    digit = CLASSES[label]
+    left, top, right, bottom = font.getbbox(digit)
+    picture = Image.new("L", (math.ceil(right - left), math.ceil(bottom - top)), 0)
+    ImageDraw.Draw(picture).text((-left, -top), digit, fill=255, font=font)
+    scale = 64 / max(picture.size)
+    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    picture = picture.resize(size, Image.Resampling.LANCZOS)
+    canvas = Image.new("L", (96, 96), 0)
+    canvas.paste(picture, ((96 - size[0]) // 2, (96 - size[1]) // 2))
+    return np.asarray(canvas, dtype=np.float64) / 255
+
+
+@cache
+def _font_file(face: int) -> bytes:
+    if face < len(_RENDERCV_FACES):
+        family, name = _RENDERCV_FACES[face]
+        return (_package_folder("rendercv_fonts", "rendercv-fonts") / family / name).read_bytes()
+    face -= len(_RENDERCV_FACES)
+    if face < len(_PYMUPDF_FACES):
+        module = _import(f"pymupdf_fonts.{_PYMUPDF_FACES[face]}", "pymupdf-fonts")
+        return bytes(module.fontbuffer)
+    face -= len(_PYMUPDF_FACES)
+    folder = _package_folder("matplotlib", "matplotlib") / "mpl-data" / "fonts" / "ttf"
+    return (folder / _MATPLOTLIB_FACES[face]).read_bytes()
+
+
+def _package_folder(module: str, distribution: str) -> Path:
+    location = _import(module, distribution).__file__
+    if location is None:
+        raise GlyphPackageError(f"{distribution} has no folder on disk")
+    return Path(location).parent
+
+
+def _import(module: str, distribution: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise GlyphPackageError(_missing(distribution)) from error
+
+
+def _installed_version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise GlyphPackageError(_missing(distribution)) from error
+
+
+def _missing(distribution: str) -> str:
+    return f"{distribution} is not installed: install the `glyphs` extra, or render STROKES_ONLY"
