@@ -38,7 +38,7 @@ def make_celery(settings: Settings) -> Celery:
     """
     application = Celery("epsilond", set_as_current=False)
     application.conf.update(
-        broker_url=settings.broker_url or "filesystem://",
+        broker_url=settings.broker_url or "filesystem://localhost",
         broker_transport_options=_transport_options(settings),
         broker_connection_timeout=BROKER_SECONDS,
         broker_connection_retry_on_startup=True,
@@ -110,10 +110,10 @@ def _transport_options(settings: Settings) -> dict[str, Any]:
             "control_folder": str(control),
             "polling_interval": 0.1,
         }
-    elif settings.broker_url.startswith(("redis", "rediss", "valkey")):
+    elif settings.broker_url.startswith(("redis://", "rediss://")):
         options |= {
             "socket_connect_timeout": BROKER_SECONDS,
-            "socket_timeout": 2 * BROKER_SECONDS,
+            "socket_timeout": BROKER_SECONDS,
             "socket_keepalive": True,
         }
     return options

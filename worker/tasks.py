@@ -34,7 +34,7 @@ def run(job_id: str) -> None:
         return
     settings = get_settings()
     status = watch(
-        lifeline.command("worker.jobs", job_id, silent=True),
+        lifeline.command("worker.jobs", job_id, discreet=True),
         settings.environment(),
         settings.job_seconds,
     )
