@@ -17,7 +17,8 @@ at most M for each |y| < a, then |trapezoid - integral| <= 2 M / (exp(2 pi a / h
 q w(x + iy) never meets the negative axis, u has no zero in the strip and its real powers are
 analytic there. |phi(x + iy)| = exp(y^2/2) phi(x), and with p = 1 - q, r = q w(x), theta = mu y,
 
-    |u(x + iy)|^2 = (p + r)^2 - 4 p r sin(theta/2)^2,   so   u(x) cos(theta/2) <= |u(x + iy)| <= u(x).
+    |u(x + iy)|^2 = (p + r)^2 - 4 p r sin(theta/2)^2,
+    so   u(x) cos(theta/2) <= |u(x + iy)| <= u(x).
 
 Hence M <= exp(a^2/2) I for remove, and M <= exp(a^2/2) cos(mu a/2)^-s I for add: the error is a
 fraction eta of I itself, and I <= trapezoid / (1 - eta).
@@ -51,7 +52,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,9 +236,7 @@ def _add_lattice(q: float, mu: float, order: float) -> float:
     left = s * log_none + _log_ndtr(z_lo)
     if z_lo <= -s * mu:
         x_lo = mu * (z_lo - 0.5 * mu)
-        other = (
-            0.5 * s * order * mu * mu - s * (float(log_u[0]) - x_lo) + _log_ndtr(z_lo + s * mu)
-        )
+        other = 0.5 * s * order * mu * mu - s * (float(log_u[0]) - x_lo) + _log_ndtr(z_lo + s * mu)
         other += _SLACK * s * (mu * (abs(z_lo) + mu) + abs(math.log(q)) + order * mu * mu)
         left = min(left, other)
     right = -s * float(log_u[-1]) + _log_ndtr(-z_hi)
@@ -267,7 +266,7 @@ def _spacing(mu: float, s: float) -> tuple[float, float]:
 def _nodes(z_lo: float, z_hi: float, h: float) -> Array:
     """Lattice points that cover [z_lo, z_hi]."""
     count = math.ceil((z_hi - z_lo) / h) + 1
-    return cast(Array, z_lo + h * np.arange(count, dtype=np.float64))
+    return z_lo + h * np.arange(count, dtype=np.float64)
 
 
 def _log_ratio(z: Array, q: float, mu: float) -> tuple[Array, Array]:
@@ -292,9 +291,7 @@ def _log_total(exponents: Array, h: float, log_eta: float, tails: tuple[float, .
     """log of (h / sqrt(2 pi) sum exp(exponents) + sum exp(tails)) / (1 - eta), rounded up."""
     peak = float(exponents.max())
     lattice = math.fsum(np.exp(exponents - peak)) * h
-    total = lattice + math.fsum(
-        math.exp(min(700.0, t + _LOG_SQRT_2PI - peak)) for t in tails
-    )
+    total = lattice + math.fsum(math.exp(min(700.0, t + _LOG_SQRT_2PI - peak)) for t in tails)
     log_i = peak + math.log(total) - _LOG_SQRT_2PI - math.log1p(-math.exp(log_eta))
     return log_i + _SLACK * (1.0 + abs(peak))
 
