@@ -215,7 +215,7 @@ def states(session: Session, dataset_id: str) -> tuple[FilterState, ...]:
     halves = [
         sa.func.sum(sa.case((finite, half), else_=0))
         for column in (epsilon, delta)
-        for half in (column.bitwise_rshift(32), column.bitwise_and(0xFFFF_FFFF))
+        for half in (column // 2**32, column % 2**32)
     ]
     rows = session.execute(
         sa.select(ChargeRow.position, *halves, sa.func.sum(sa.case((finite, 0), else_=1)))

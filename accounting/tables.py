@@ -407,6 +407,7 @@ class Database:
             Session(self._writer, expire_on_commit=False) as session,
             session.begin(),
         ):
+            session.connection()  # begins now, not at the first statement
             yield session
 
     @contextmanager
@@ -421,6 +422,7 @@ class Database:
             Session(self._reader, expire_on_commit=False) as session,
             session.begin(),
         ):
+            session.connection()  # begins now, not at the first statement
             yield session
 
     def upgrade(self, revision: str = "head") -> None:
