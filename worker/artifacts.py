@@ -104,6 +104,7 @@ class ArtifactStore:
             ArtifactError: the staged bytes changed or are gone, or another artefact is in place.
         """
         _check_job_id(staged.job_id)
+        _checked(staged.location, "staging")
         location = f"releases/{staged.job_id}.npz"
         if staged.sha256 != sha256:
             raise ArtifactError("the digest is not the staged artefact's")
