@@ -32,6 +32,7 @@ from accounting.filters import (
     DELTA_UNITS,
     EPSILON_UNITS,
     INFINITE,
+    INFINITE_ORDER,
     Cost,
     Filter,
     FilterState,
@@ -101,8 +102,7 @@ class FilterTotal:
 
     def state(self, f: Filter) -> FilterState:
         """The state that the admission rule reads."""
-        epsilon_units = INFINITE if self.infinite else self.epsilon_units
-        return FilterState(f, epsilon_units, self.delta_units)
+        return FilterState(f, self.epsilon_units, self.delta_units, crossed=self.infinite > 0)
 
 
 def filters_of(session: Session, dataset_id: str) -> tuple[Filter, ...]:
@@ -115,16 +115,6 @@ def filters_of(session: Session, dataset_id: str) -> tuple[Filter, ...]:
             .order_by(FilterRow.position)
         )
     )
-
-
-def filter_json(f: Filter) -> dict[str, object]:
-    """A filter in the integers that admission uses."""
-    return {
-        "order": f.order,
-        "delta_units": f.delta_units,
-        "cap_units": f.cap_units,
-        "delta_per_release_units": f.delta_per_release_units,
-    }
 
 
 def append(
@@ -296,7 +286,9 @@ class _Replay:
 
     def _compare(self, mechanism_json: JsonObject, costs: tuple[Cost, ...]) -> str | None:
         mechanism = mechanism_from_json(mechanism_json)
-        finite = [(f, c) for f, c in zip(self.filters, costs, strict=True) if f.order != "inf"]
+        finite = [
+            (f, c) for f, c in zip(self.filters, costs, strict=True) if f.order != INFINITE_ORDER
+        ]
         fresh = charge(mechanism, tuple(f for f, _ in finite), epsilon_bound=_not_asked)
         for (f, recorded), now in zip(finite, fresh, strict=True):
             if _below(recorded.epsilon_units, now.epsilon_units):
@@ -304,7 +296,10 @@ class _Replay:
         if self.epsilon_bound is None:
             return None
         for f, recorded in zip(self.filters, costs, strict=True):
-            if f.order != "inf" or INFINITE in (recorded.epsilon_units, recorded.delta_units):
+            if f.order != INFINITE_ORDER or INFINITE in (
+                recorded.epsilon_units,
+                recorded.delta_units,
+            ):
                 continue
             # The recorded (epsilon, delta) is false if epsilon lies below what is certain at delta.
             # Delta is rounded to a double upwards, where less is certain.

@@ -46,7 +46,6 @@ from accounting.chain import (
     NEXT_STATES,
     FilterTotal,
     append,
-    filter_json,
     filters_of,
 )
 from accounting.chain import Verification as Verification
@@ -62,6 +61,7 @@ from accounting.filters import (
     DELTA_UNITS,
     EPSILON_UNITS,
     INFINITE,
+    INFINITE_ORDER,
     Budget,
     Cost,
     Filter,
@@ -189,7 +189,7 @@ def set_budget(
         entry_id=None,
         state=None,
         now=now,
-        data={"budget": budget.to_json(), "filters": [filter_json(f) for f in filters]},
+        data={"budget": budget.to_json(), "filters": [f.to_json() for f in filters]},
     )
     session.flush()
     return filters
@@ -242,49 +242,45 @@ def costs_json(filters: Sequence[Filter], costs: Sequence[Cost]) -> list[dict[st
 
 
 def remaining_json(current: Sequence[FilterState]) -> list[dict[str, object]]:
-    """What each filter still admits, in the form of :func:`costs_json`; nothing is 0."""
+    """What each filter still admits, in the form of :func:`costs_json`.
+
+    A crossed filter admits nothing, and delta is spent at order inf alone.
+    """
     return [
         {
             "order": s.filter.order,
-            "epsilon": _nats(_left(s.filter.cap_units, s.epsilon_units)),
-            "delta": _delta(_left(s.filter.delta_units, s.delta_units))
-            if s.filter.order == "inf"
-            else 0.0,
+            "epsilon": 0.0 if s.crossed else _nats(max(0, s.filter.cap_units - s.epsilon_units)),
+            "delta": 0.0
+            if s.crossed or s.filter.order != INFINITE_ORDER
+            else _delta(max(0, s.filter.delta_units - s.delta_units)),
         }
         for s in current
     ]
-
-
-def _left(cap: int, spent: int) -> int:
-    return 0 if spent == INFINITE else max(0, cap - spent)
 
 
 def _exhausted(current: Sequence[FilterState], costs: Sequence[Cost]) -> BudgetExhausted:
     blocking: list[dict[str, object]] = []
     for s, c in zip(current, costs, strict=True):
         f = s.filter
+        basic = f.order == INFINITE_ORDER
+        infinite = s.crossed or INFINITE in (c.epsilon_units, c.delta_units)
         exceeds = []
-        if INFINITE in (s.epsilon_units, c.epsilon_units) or (
-            s.epsilon_units + c.epsilon_units > f.cap_units
-        ):
+        if infinite or s.epsilon_units + c.epsilon_units > f.cap_units:
             exceeds.append("epsilon")
-        if f.order == "inf" and (
-            INFINITE in (s.delta_units, c.delta_units)
-            or s.delta_units + c.delta_units > f.delta_units
-        ):
+        if basic and (infinite or s.delta_units + c.delta_units > f.delta_units):
             exceeds.append("delta")
         blocking.append(
             {
                 "order": f.order,
                 "epsilon": _nats(f.cap_units),
-                "delta": _delta(f.delta_units) if f.order == "inf" else 0.0,
+                "delta": _delta(f.delta_units) if basic else 0.0,
                 "exceeds": exceeds,
             }
         )
     remaining = remaining_json(current)
     parts = [
         f"epsilon {r['epsilon']:g} and delta {r['delta']:g} by basic composition"
-        if r["order"] == "inf"
+        if r["order"] == INFINITE_ORDER
         else f"epsilon {r['epsilon']:g} at Renyi order {r['order']}"
         for r in remaining
     ]

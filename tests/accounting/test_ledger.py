@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from accounting.filters import INFINITE, Budget, Cost, ManySmall
 
 from accounting import ledger
 from accounting.canonical import digest
@@ -22,6 +21,7 @@ from accounting.errors import (
     LedgerUnavailable,
     NotFound,
 )
+from accounting.filters import INFINITE, Budget, Cost, ManySmall
 from accounting.mechanisms import DPSGD
 from accounting.tables import (
     CHARGED_STATES,
