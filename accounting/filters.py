@@ -1,0 +1,400 @@
+"""The budget rule: a union of privacy filters, and what a mechanism costs in each.
+
+Requests are chosen after earlier outputs were seen, so the rule has to hold for fully adaptive
+composition. A dataset with budget (epsilon, delta) fixes, when the budget is set, a small family of
+filters j with shares sum_j delta_j <= delta:
+
+- order alpha: sum_i rho_i(alpha) <= cap = epsilon - conversion(alpha, delta_alpha);
+- order inf:   sum_i epsilon_i <= epsilon and sum_i delta_i <= delta_inf.
+
+A request is admitted if for **at least one** j the charges so far (reserved, started, released or
+failed) with this one added stay within cap_j.
+
+Why the whole is (epsilon, delta)-DP
+------------------------------------
+Order the releases by their start. A release is one-shot: it takes no further input once started, so
+releases in flight together are ordinary adaptive composition. Let D, D' be neighbours and P, Q the
+laws of the transcript (all requests, starts and outputs) on them.
+
+1. *Each filter alone.* Let M_j be the same process, except that it refuses any start that would
+   take the started charges beyond cap_j. At order alpha, the costs are chosen adaptively but their
+   sum never exceeds cap_j, so the Renyi divergence of M_j's transcripts is at most cap_j in both
+   directions (Feldman and Zrnic 2021, theorem 3.1: exp((alpha - 1)(log-ratio so far's moment minus
+   costs so far)) is a supermartingale), and the conversion turns it into (epsilon, delta_j). At
+   order inf, sum epsilon_i <= epsilon and sum delta_i <= delta_inf along every path gives
+   (epsilon, delta_inf) (Rogers, Roth, Ullman and Vadhan 2016, theorem 3.6).
+2. *Cover.* Let E_j be the set of transcripts whose started charges sum within cap_j. Whether a
+   transcript lies in E_j depends on the transcript alone. On E_j the true process and M_j never
+   differ, since charges are non-negative and so no earlier start was beyond cap_j either:
+   P[S & E_j] = P_j[S & E_j] for every event S, and likewise for Q.
+   Every transcript lies in some E_j: at its last admission some j had reserved and started
+   charges, that request included, within cap_j; what is started in the end is a subset of those,
+   because only entries that never started are taken back and later starts were admitted earlier.
+3. *Sum.* Assign each transcript to one j with E_j containing it, which partitions S into S_j:
+
+       P[S] = sum_j P_j[S_j] <= sum_j (e^epsilon Q_j[S_j] + delta_j)
+            = e^epsilon Q[S] + sum_j delta_j.
+
+   QED. (Admitting by composing the privacy-loss distributions of the releases so far would not be
+   valid: that filter fails under adaptivity.)
+
+Numbers are integers: EPSILON_UNITS a nat, DELTA_UNITS for probability 1. Costs are rounded up, caps
+down, equality is admitted; an epsilon or delta that a client wrote is the decimal as written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from accounting import cumulants
+from accounting.errors import InvalidMechanism, InvalidRequest
+from accounting.mechanisms import (
+    ApproximateDP,
+    Composition,
+    Mechanism,
+    check_count,
+    check_decimal,
+)
+
+if TYPE_CHECKING:
+    from accounting.bounds import Bracket
+
+EPSILON_UNITS: Final = 10**9
+DELTA_UNITS: Final = 10**18
+# An infinite or overflowing cost crosses its filter and no other. It fits a 64-bit integer and is
+# never added to anything.
+INFINITE: Final = 2**63 - 1
+_MOST_UNITS: Final = 10**13
+
+MAX_EPSILON: Final = "1000"
+MAX_RELEASES: Final = 1_000_000
+INFINITE_ORDER: Final = "inf"
+
+# The orders a family may pick from, least first, as decimal texts.
+ORDERS: Final = (
+    "1.03125", "1.0625", "1.125", "1.25", "1.5", "1.75", "2", "2.5", "3", "3.5", "4", "5", "6",
+    "8", "10", "12", "16", "20", "24", "32", "48", "64", "96", "128", "192", "256", "384", "512",
+    "768", "1024", "1536", "2048", "3072", "4096",
+)  # fmt: skip
+
+T = TypeVar("T")
+
+# Shares of delta, in percent: (order inf, best finite order, the order below it).
+_FEW_LARGE_SHARES: Final = (90, 6, 4)
+_MANY_SMALL_SHARES: Final = (10, 50, 40)
+_MANY_SMALL_RELEASES: Final = 10
+
+
+# --------------------------------------------------------------------------------------------------
+# The budget
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FewLarge:
+    """The owner expects ``releases`` releases, each a large part of the budget."""
+
+    releases: int
+
+    def __post_init__(self) -> None:
+        _rename("use.releases", lambda: check_count("", self.releases, at_most=MAX_RELEASES))
+
+    def to_json(self) -> dict[str, object]:
+        return {"kind": "few_large", "releases": self.releases}
+
+
+@dataclass(frozen=True)
+class ManySmall:
+    """The owner expects many releases, each a small part of the budget."""
+
+    def to_json(self) -> dict[str, object]:
+        return {"kind": "many_small"}
+
+
+Use = FewLarge | ManySmall
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A dataset's budget, as the owner wrote it, and the use that its filters are chosen for.
+
+    Raises:
+        InvalidRequest: epsilon is not in (0, 1000], delta is not in (0, 1), or delta is so small
+            that a filter's share rounds down to nothing.
+    """
+
+    epsilon: Decimal
+    delta: Decimal
+    use: Use
+
+    def __post_init__(self) -> None:
+        number = self.epsilon
+        _rename(
+            "epsilon",
+            lambda: check_decimal("", number, zero_allowed=False, at_most=MAX_EPSILON),
+        )
+        if int(Fraction(number) * EPSILON_UNITS) < 1:
+            raise InvalidRequest("epsilon", f"must be at least {1 / EPSILON_UNITS:g}")
+        small = self.delta
+        _rename("delta", lambda: check_decimal("", small, zero_allowed=False, at_most="1"))
+        if small >= 1:
+            raise InvalidRequest("delta", "must lie strictly between 0 and 1")
+        if _shares(self)[0][1] < 1:
+            raise InvalidRequest("delta", "is too small to be shared among the declared releases")
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "epsilon": _number_or_text(self.epsilon),
+            "delta": _number_or_text(self.delta),
+            "use": self.use.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, obj: object) -> Budget:
+        """Reads ``{"epsilon", "delta", "use": {"kind": "few_large", "releases": k} | {...}}``.
+
+        Raises:
+            InvalidRequest: names the field that is missing, unknown or out of range.
+        """
+        fields = _object("", obj, ("epsilon", "delta", "use"))
+        return cls(
+            _decimal("epsilon", fields["epsilon"]),
+            _decimal("delta", fields["delta"]),
+            _use(fields["use"]),
+        )
+
+
+def _use(obj: object) -> Use:
+    if not isinstance(obj, Mapping):
+        raise InvalidRequest("use", "must be a JSON object")
+    kind = obj.get("kind")
+    if kind == "few_large":
+        releases = _object("use", obj, ("kind", "releases"))["releases"]
+        if isinstance(releases, bool) or not isinstance(releases, int):
+            raise InvalidRequest("use.releases", "must be an integer")
+        return FewLarge(releases)
+    if kind == "many_small":
+        _object("use", obj, ("kind",))
+        return ManySmall()
+    raise InvalidRequest("use.kind", "must be few_large or many_small")
+
+
+def _object(where: str, obj: object, names: Sequence[str]) -> dict[str, object]:
+    prefix = f"{where}." if where else ""
+    if not isinstance(obj, Mapping):
+        raise InvalidRequest(where, "must be a JSON object")
+    for name in names:
+        if obj.get(name) is None:
+            raise InvalidRequest(prefix + name, "is required")
+    for name in obj:
+        if name not in names:
+            raise InvalidRequest(f"{prefix}{name}", "is not a field of a budget")
+    return {name: obj[name] for name in names}
+
+
+def _decimal(name: str, value: object) -> Decimal:
+    return _rename(name, lambda: check_decimal("", value, zero_allowed=True, at_most="1e6"))
+
+
+def _rename(name: str, check: Callable[[], T]) -> T:
+    """A mechanism field's check, as a check of a request's field."""
+    try:
+        return check()
+    except InvalidMechanism as error:
+        raise InvalidRequest(name, error.reason) from None
+
+
+def _number_or_text(value: Decimal) -> float | str:
+    near = float(value)
+    return near if Decimal(repr(near)) == value else str(value)
+
+
+# --------------------------------------------------------------------------------------------------
+# The family
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One filter of a family.
+
+    Attributes:
+        order: "inf", or the Renyi order as decimal text.
+        delta_units: the filter's share of delta; at order inf also the cap on sum delta_i.
+        cap_units: the cap on the sum of epsilon or rho.
+        delta_per_release_units: at order inf the delta_i that a computed charge is made at, else 0.
+    """
+
+    order: str
+    delta_units: int
+    cap_units: int
+    delta_per_release_units: int
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "order": self.order,
+            "delta_units": self.delta_units,
+            "cap_units": self.cap_units,
+            "delta_per_release_units": self.delta_per_release_units,
+        }
+
+
+def _shares(budget: Budget) -> tuple[tuple[int, int], tuple[int, int]]:
+    """((delta_inf, delta_i), (best order's share, next order's share)) in delta units."""
+    if isinstance(budget.use, FewLarge):
+        percents, releases = _FEW_LARGE_SHARES, budget.use.releases
+    else:
+        percents, releases = _MANY_SMALL_SHARES, _MANY_SMALL_RELEASES
+    whole = Fraction(budget.delta) * DELTA_UNITS
+    infinite, best, below = (int(whole * p / 100) for p in percents)
+    return (infinite, infinite // releases), (best, below)
+
+
+def _cap(budget: Budget, order: str, delta_units: int) -> int:
+    """epsilon - conversion(order, share) in units, rounded down; at most 0 if there is no room."""
+    if delta_units < 1:
+        return 0
+    price = cumulants.conversion(float(order), math.log(delta_units / DELTA_UNITS))
+    return math.floor((Fraction(budget.epsilon) - Fraction(price)) * EPSILON_UNITS)
+
+
+def family(budget: Budget) -> tuple[Filter, ...]:
+    """The filters of a budget: a published function of (epsilon, delta) and the declared use.
+
+    Order inf has 90 % of delta for ``few_large`` (delta_i = delta_inf / releases) and 10 % for
+    ``many_small`` (delta_i = delta_inf / 10). Of the rest, 6 % or 50 % goes to the order of ORDERS
+    with the largest cap(alpha)/alpha, which is the best order for releases with Gaussian-like costs
+    rho proportional to alpha (DP-SGD, plain Gaussians); and 4 % or 40 % to the next smaller order,
+    which is the better one for strongly subsampled releases, whose rho grows faster with alpha.
+    An order whose cap is not positive gets no share, and nobody gets it in its place.
+    """
+    (infinite, each), (best_share, below_share) = _shares(budget)
+    filters = [
+        Filter(
+            INFINITE_ORDER,
+            infinite,
+            math.floor(Fraction(budget.epsilon) * EPSILON_UNITS),
+            each,
+        )
+    ]
+    caps = [_cap(budget, order, best_share) for order in ORDERS]
+    best = max(range(len(ORDERS)), key=lambda i: Fraction(caps[i]) / Fraction(ORDERS[i]))
+    if caps[best] > 0:
+        filters.append(Filter(ORDERS[best], best_share, caps[best], 0))
+        if best > 0:
+            cap = _cap(budget, ORDERS[best - 1], below_share)
+            if cap > 0:
+                filters.append(Filter(ORDERS[best - 1], below_share, cap, 0))
+    return tuple(filters)
+
+
+# --------------------------------------------------------------------------------------------------
+# Charges
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one entry costs in one filter; INFINITE crosses it. ``delta_units`` is 0 but at inf."""
+
+    epsilon_units: int
+    delta_units: int
+
+
+@dataclass(frozen=True)
+class FilterState:
+    """A filter and what its entries sum to.
+
+    ``crossed`` says that an entry with an INFINITE cost is among them; such a cost is not part of
+    the sums.
+    """
+
+    filter: Filter
+    epsilon_units: int
+    delta_units: int
+    crossed: bool = False
+
+
+def charge(
+    m: Mechanism,
+    filters: Iterable[Filter],
+    *,
+    epsilon_bound: Callable[[Mechanism, float], Bracket],
+) -> tuple[Cost, ...]:
+    """What the mechanism costs in each of the filters, in their order, rounded up.
+
+    At order inf an ``approximate_dp`` (or a composition of nothing else) is charged exactly as
+    written; anything else is charged ``epsilon_bound(m, delta_i).upper`` at the filter's delta_i.
+    """
+    return tuple(_cost(m, f, epsilon_bound) for f in filters)
+
+
+def _cost(m: Mechanism, f: Filter, epsilon_bound: Callable[[Mechanism, float], Bracket]) -> Cost:
+    if f.order != INFINITE_ORDER:
+        return Cost(_units(cumulants.renyi_cost(m, float(f.order))), 0)
+    declared = _declared(m)
+    if declared is None:
+        upper = epsilon_bound(m, _delta_below(f.delta_per_release_units)).upper
+        epsilon_units, delta_units = _units(upper), f.delta_per_release_units
+    else:
+        epsilon_units = _saturated(math.ceil(declared[0] * EPSILON_UNITS))
+        delta_units = math.ceil(declared[1] * DELTA_UNITS)
+    # A delta that no state could hold is kept out of the sums, which so stay within 64 bits.
+    if epsilon_units == INFINITE or delta_units > f.delta_units:
+        return Cost(INFINITE, INFINITE)
+    return Cost(epsilon_units, delta_units)
+
+
+def _declared(m: Mechanism) -> tuple[Fraction, Fraction] | None:
+    """(sum epsilon_i, sum delta_i) as written, if the mechanism has no other parts."""
+    parts = [(p.mechanism, p.count) for p in m.parts] if isinstance(m, Composition) else [(m, 1)]
+    epsilon, delta = Fraction(0), Fraction(0)
+    for part, count in parts:
+        if not isinstance(part, ApproximateDP):
+            return None
+        epsilon += Fraction(part.epsilon) * part.count * count
+        delta += Fraction(part.delta) * part.count * count
+    return epsilon, delta
+
+
+def _units(nats: float) -> int:
+    """Units of a computed cost, rounded up; what is not a finite number crosses the filter."""
+    if not math.isfinite(nats):
+        return INFINITE
+    return _saturated(math.ceil(Fraction(nats) * EPSILON_UNITS))
+
+
+def _saturated(units: int) -> int:
+    if units < 0:
+        raise ValueError("a cost is negative")
+    return INFINITE if units > _MOST_UNITS else units
+
+
+def _delta_below(units: int) -> float:
+    """The largest double at most units / DELTA_UNITS."""
+    exact = Fraction(units, DELTA_UNITS)
+    near = float(exact)
+    return near if Fraction(near) <= exact else math.nextafter(near, 0.0)
+
+
+def admitting(states: Sequence[FilterState], costs: Sequence[Cost]) -> tuple[int, ...]:
+    """The indexes j of the filters that stay within their cap with the cost added.
+
+    The request is admitted if there is one. Reaching a cap exactly stays within it.
+    """
+    return tuple(
+        j
+        for j, (state, cost) in enumerate(zip(states, costs, strict=True))
+        if not state.crossed
+        and INFINITE not in (cost.epsilon_units, cost.delta_units)
+        and state.epsilon_units + cost.epsilon_units <= state.filter.cap_units
+        and (
+            state.filter.order != INFINITE_ORDER
+            or state.delta_units + cost.delta_units <= state.filter.delta_units
+        )
+    )
