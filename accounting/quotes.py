@@ -276,7 +276,9 @@ def _preset(value: Mapping[str, object]) -> _Preset:
     for name in value:
         if name not in _PRESET_FIELDS:
             raise InvalidRequest(f"preset.{name}", "is not a field of a preset")
-    weight = _choice("preset.weight", value.get("weight", "centred"), ("density", "uniform", "centred"))
+    weight = _choice(
+        "preset.weight", value.get("weight", "centred"), ("density", "uniform", "centred")
+    )
     centre = value.get("centre")
     if weight == "centred":
         centre = _choice("preset.centre", centre or "public_class_mean", ("public_class_mean",))
@@ -304,7 +306,7 @@ def _preset(value: Mapping[str, object]) -> _Preset:
         renoise = _field("preset.renoise_steps", check_count, renoise, at_most=steps)
     return _Preset(
         weight=cast(WeightKind, weight),
-        centre=cast(str | None, centre),
+        centre=centre,
         schedule=schedule,
         block_steps=steps,
         sampling=cast(

@@ -28,6 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -41,12 +42,12 @@ from accounting.errors import LeaseLost, LedgerUnavailable, NotFound
 from accounting.mechanisms import DenoisingBlock, mechanism_from_json
 from accounting.tables import Database, JobRow, SnapshotRow
 from models.denoisers import PublicDenoiser, load_public_denoiser
-from models.denoising import OutputSpec, Outputs, planned_outputs, run_block
+from models.denoising import Outputs, OutputSpec, planned_outputs, run_block
 from models.handoff import refine
 from models.noise import KeyedNoise
 from models.schedules import refinement_levels
-from worker import catalogue
 from worker.artifacts import ArtifactStore
+from worker.catalogue import get_model
 from worker.custody import Sealer, load_sealer, load_signing_key
 from worker.settings import Settings, get_settings
 from worker.snapshots import Records, read_snapshot
@@ -108,10 +109,8 @@ def _attempt(settings: Settings, database: Database, job_id: str) -> int:
     heartbeat = _Heartbeat(settings, database, job_id, started.lease_token)
     with heartbeat:
         try:
-            batch, attestation = _draw(
-                settings, database, sealer, started, seed, device, heartbeat.progress
-            )
-            _release(settings, database, started, batch, attestation)
+            batch = _draw(settings, database, sealer, started, seed, device, heartbeat.progress)
+            _release(settings, database, started, batch)
         except LeaseLost:
             _log.warning("another attempt holds the job: job=%s", job_id)
             return NOTHING_TO_DO
@@ -153,8 +152,8 @@ def _draw(
     seed: bytes,
     device: str,
     progress: Callable[[int], None],
-) -> tuple[bytes, dict[str, object]]:
-    """The batch's bytes, and the public account of its post-processing for the certificate."""
+) -> bytes:
+    """The batch: the bytes of an npz with ``images`` (N, H, W, C) and, with classes, ``labels``."""
     if settings.torch_threads:
         torch.set_num_threads(settings.torch_threads)
     # A retry must repeat the same batch to the bit.
@@ -164,7 +163,7 @@ def _draw(
         raise ValueError("this worker draws denoising blocks only")
     post = started.post_processing
     named = cast(Mapping[str, str], post["public_model"])
-    entry = catalogue.get_model(settings.public_models, named["name"])
+    entry = get_model(settings.public_models, named["name"])
     if entry.sha256 != named["sha256"]:
         raise ValueError("the catalogue holds another model under this name")
     model = load_public_denoiser(entry.folder, device)
@@ -206,7 +205,7 @@ def _draw(
         np.savez_compressed(buffer, images=pixels)
     else:
         np.savez_compressed(buffer, images=pixels, labels=labels)
-    return buffer.getvalue(), dict(post)
+    return buffer.getvalue()
 
 
 def _scaled(records: Records, low: float, high: float) -> NDArray[np.float32]:
@@ -296,20 +295,28 @@ def _release(
     database: Database,
     started: ledger.Started,
     batch: bytes,
-    post_processing: dict[str, object],
 ) -> None:
     store = ArtifactStore(settings.effective_artifacts_url)
     staged = store.stage(started.job_id, started.attempt, batch)
     location = store.publish(staged, staged.sha256)
+    signing_key = load_signing_key(settings)
     certificate = certificates.sign(
         certificates.build(
-            started=started,
-            post_processing=post_processing,
+            service_version=version("epsilond"),
+            signing_key_id=certificates.key_id(signing_key.public_key()),
+            dataset_id=started.dataset_id,
+            snapshot_id=cast(str, started.snapshot_id),
+            snapshot_hmac=cast(str, started.snapshot_hmac),
+            mechanism=mechanism_from_json(started.mechanism),
+            post_processing=started.post_processing,
+            epsilon=cast(Mapping[str, object], started.certificate_epsilon),
             artefact_sha256=staged.sha256,
             artefact_bytes=staged.size,
+            ledger_sequence=started.sequence,
+            ledger_hash=started.hash,
             issued_at=_now(),
         ),
-        load_signing_key(settings),
+        signing_key,
     )
     with database.write() as session:
         ledger.release(

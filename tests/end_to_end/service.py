@@ -44,7 +44,9 @@ def processes_with(*words: str) -> list[int]:
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
         try:
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = (
+                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             continue
