@@ -1,0 +1,151 @@
+"""Requests on their way in: the key first, then a strictly parsed, size-limited body.
+
+:class:`ServiceRoute` is the class of every route. It authenticates before a byte of the body is
+read, and parses JSON by RFC 8259 alone: Python's parser would let NaN, Infinity and integers of any
+length through, and text that no database can store.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, Final
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
+
+from accounting.errors import InvalidRequest
+from api.auth import ACCESS, Principal, bearer_of, principal_of, require_scope
+from api.problems import ProblemError, field_path
+
+MAX_JSON_BYTES: Final = 2 * 1024 * 1024
+_MAX_DEPTH: Final = 64
+# Far above any count or size here, and what 64-bit columns hold.
+_MAX_INTEGER: Final = 2**63 - 1
+_MAX_DIGITS: Final = 4000  # of a number as text; Python itself refuses integers beyond 4300
+
+
+def strict_json(raw: bytes) -> object:
+    """Parses one JSON value.
+
+    Raises:
+        ProblemError: malformed_json, if it is not JSON.
+        InvalidRequest: names the field that holds NaN, an infinity, an integer beyond 64 bits, or
+            text with a NUL or half a surrogate pair.
+    """
+    try:
+        value: object = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError):
+        # Includes bytes that are not UTF-8 and integers with thousands of digits.
+        raise ProblemError("malformed_json") from None
+    _check_value(value, ())
+    return value
+
+
+def _check_value(value: object, path: tuple[str | int, ...]) -> None:
+    if len(path) > _MAX_DEPTH:
+        raise ProblemError("malformed_json", "The body is nested too deeply.")
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _check_text(name, path)
+            _check_value(inner, (*path, name))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            _check_value(inner, (*path, i))
+    elif isinstance(value, str):
+        _check_text(value, path)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise InvalidRequest(field_path(path), "must be a finite number")
+    elif isinstance(value, int) and not isinstance(value, bool) and abs(value) > _MAX_INTEGER:
+        raise InvalidRequest(field_path(path), "is an integer beyond 64 bits")
+
+
+def _check_text(text: str, path: tuple[str | int, ...]) -> None:
+    if "\x00" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        raise InvalidRequest(field_path(path), "holds text that is not valid Unicode or a NUL")
+
+
+async def limited_stream(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """The body's chunks, refused as soon as they exceed ``limit`` bytes.
+
+    Raises:
+        ProblemError: too_large; or upload_incomplete, if the client went away.
+    """
+    declared = request.headers.get("content-length")
+    if declared is not None and declared.isdigit() and int(declared[:20]) > limit:
+        raise ProblemError("too_large", extra={"limit_bytes": limit})
+    seen = 0
+    try:
+        async for chunk in request.stream():
+            seen += len(chunk)
+            if seen > limit:
+                raise ProblemError("too_large", extra={"limit_bytes": limit})
+            if chunk:
+                yield chunk
+    except ClientDisconnect:
+        raise ProblemError("upload_incomplete") from None
+    if declared is not None and declared.isdigit() and seen < int(declared[:20]):
+        raise ProblemError("upload_incomplete")
+
+
+class _ParsedRequest(Request):
+    """A request whose body was read and parsed already."""
+
+    def __init__(self, request: Request, raw: bytes, value: object) -> None:
+        async def nothing_more() -> Message:
+            return {"type": "http.disconnect"}
+
+        super().__init__(request.scope, nothing_more)
+        self._raw = raw
+        self._value = value
+
+    async def body(self) -> bytes:
+        return self._raw
+
+    async def json(self) -> Any:
+        return self._value
+
+
+class ServiceRoute(APIRoute):
+    """A route that authenticates first and reads its body strictly."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+        method, *_ = sorted(self.methods or ("",))
+        access = ACCESS[method, self.path]
+        takes_json = self.body_field is not None
+
+        async def serve(request: Request) -> Response:
+            request.state.principal = None
+            if not access.public:
+                key = bearer_of(request.headers.get("authorization"))
+                principal = await run_in_threadpool(_authenticate, request, key)
+                require_scope(principal, access)
+                request.state.principal = principal
+            if takes_json:
+                _require_json(request.headers)
+                raw = b"".join([c async for c in limited_stream(request, MAX_JSON_BYTES)])
+                # Routes that bind a body to a key hash it as it was sent.
+                request.state.json = strict_json(raw)
+                request = _ParsedRequest(request, raw, request.state.json)
+            return await handler(request)
+
+        return serve
+
+
+def _authenticate(request: Request, key: str) -> Principal:
+    with request.app.state.service.database.read() as session:
+        return principal_of(session, key)
+
+
+def _require_json(headers: Mapping[str, str]) -> None:
+    kind = headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json" and not (
+        kind.startswith("application/") and kind.endswith("+json")
+    ):
+        raise ProblemError("unsupported_media_type", "Send a body of type application/json.")

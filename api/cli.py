@@ -1,0 +1,300 @@
+"""The command line: ``epsilond COMMAND``. Each command prints JSON; each error is a problem's JSON.
+
+epsilond init                      keys, tables and the first admin key, which is shown once
+epsilond migrate                   tables to this version's revision
+epsilond serve                     the API, with a worker of its own on the embedded default
+epsilond worker                    a worker alone
+epsilond epsilon --delta D FILE    what POST /v1/accounting/epsilon answers; - reads stdin
+epsilond delta --epsilon E FILE    likewise
+epsilond verify FILE               checks a certificate, without a service if --keys is given
+epsilond verify-ledger DATASET     checks a dataset's chain in the local database
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import uvicorn
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+
+from accounting import bounds, certificates, chain
+from accounting.errors import EpsilondError, InvalidRequest, NotFound
+from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.tables import Database, DatasetRow, KeyRow, OrganisationRow
+from api.app import create_app
+from api.auth import key_sha256, new_key
+from api.bodies import MAX_JSON_BYTES, strict_json
+from api.deps import new_id, now
+from api.problems import problem_body
+from worker.custody import ensure_keys, load_public_keys, parse_public_keys
+from worker.serve import WorkerSupervisor, run_worker
+from worker.settings import Settings, get_settings
+
+OPERATOR: Final = "operator"
+# A certificate that does not hold, or a chain that is broken.
+NOT_OK: Final = 1
+PROBLEM: Final = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, 1 for a failed check, 2 for a problem."""
+    parsed = _parser().parse_args(arguments)
+    settings = get_settings()
+    try:
+        status: int = parsed.run(parsed, settings)
+    except EpsilondError as error:
+        _print(problem_body(error.code, status=error.status, detail=error.detail))
+        return PROBLEM
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="epsilond", description=__doc__.split("\n", 1)[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("init", help="keys, tables and the first admin key")
+    command.set_defaults(run=_init)
+
+    command = commands.add_parser("migrate", help="tables to this version's revision")
+    command.set_defaults(run=_migrate)
+
+    command = commands.add_parser("serve", help="the API, and a worker on the embedded default")
+    command.add_argument("--host", help="address to listen on")
+    command.add_argument("--port", type=int, help="port to listen on")
+    workers = command.add_mutually_exclusive_group()
+    workers.add_argument("--with-worker", action="store_true", help="with a worker in any case")
+    workers.add_argument("--without-worker", action="store_true", help="the API alone")
+    command.set_defaults(run=_serve)
+
+    command = commands.add_parser("worker", help="a worker alone")
+    command.set_defaults(run=_worker)
+
+    command = commands.add_parser("epsilon", help="epsilon of a mechanism at a delta")
+    command.add_argument("--delta", type=float, required=True)
+    command.add_argument("file", metavar="FILE", help="a mechanism's JSON; - reads standard input")
+    command.set_defaults(run=_epsilon)
+
+    command = commands.add_parser("delta", help="delta of a mechanism at an epsilon")
+    command.add_argument("--epsilon", type=float, required=True)
+    command.add_argument("file", metavar="FILE", help="a mechanism's JSON; - reads standard input")
+    command.set_defaults(run=_delta)
+
+    command = commands.add_parser("verify", help="checks a certificate")
+    command.add_argument("--keys", help="file or address of the signing keys; else the local ones")
+    command.add_argument(
+        "--no-recompute", action="store_true", help="check the signature, not the bound"
+    )
+    command.add_argument("file", metavar="FILE", help="a certificate; - reads standard input")
+    command.set_defaults(run=_verify)
+
+    command = commands.add_parser("verify-ledger", help="checks a dataset's chain")
+    command.add_argument("dataset", metavar="DATASET", help="the dataset's id")
+    command.set_defaults(run=_verify_ledger)
+    return parser
+
+
+def _print(value: object) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _log_to_stderr(settings: Settings) -> None:
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Running the service
+# --------------------------------------------------------------------------------------------------
+
+
+def _init(_: argparse.Namespace, settings: Settings) -> int:
+    ensure_keys(settings)
+    database = Database(settings.effective_database_url)
+    try:
+        database.upgrade()
+        key = first_admin_key(database)
+    finally:
+        database.dispose()
+    _print(
+        {
+            "home": str(settings.home),
+            "admin_key": key,
+            "note": "this key is shown once: keep it"
+            if key is not None
+            else "nothing to do: keys, tables and an admin key were there already",
+        }
+    )
+    return 0
+
+
+def first_admin_key(database: Database) -> str | None:
+    """Makes the operator's organisation and admin key; None if an admin key was made before."""
+    key = new_key()
+    made = now()
+    try:
+        with database.write() as session:
+            for row in session.scalars(select(KeyRow)):
+                if "admin" in row.scopes:
+                    return None
+            operator = OrganisationRow(id=new_id("org"), name=OPERATOR, created_at=made)
+            session.add(operator)
+            session.flush()
+            session.add(
+                KeyRow(
+                    id=new_id("key"),
+                    organisation_id=operator.id,
+                    sha256=key_sha256(key),
+                    scopes=["admin"],
+                    created_at=made,
+                    revoked_at=None,
+                )
+            )
+    except IntegrityError:
+        return None  # another process was first
+    return key
+
+
+def _migrate(_: argparse.Namespace, settings: Settings) -> int:
+    database = Database(settings.effective_database_url)
+    try:
+        database.upgrade()
+        _print({"revision_ok": database.revision_ok()})
+    finally:
+        database.dispose()
+    return 0
+
+
+def _serve(arguments: argparse.Namespace, settings: Settings) -> int:
+    _log_to_stderr(settings)
+    changed = {
+        name: value for name in ("host", "port") if (value := getattr(arguments, name)) is not None
+    }
+    if changed:
+        settings = Settings.model_validate({**dict(settings), **changed})
+    embedded = not settings.broker_url
+    with ExitStack() as stack:
+        if arguments.with_worker or (embedded and not arguments.without_worker):
+            # The worker looks for both from its first moment on.
+            ensure_keys(settings)
+            stack.enter_context(WorkerSupervisor(settings))
+        uvicorn.run(
+            create_app(settings),
+            host=settings.host,
+            port=settings.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=30,
+        )
+    return 0
+
+
+def _worker(_: argparse.Namespace, settings: Settings) -> int:
+    _log_to_stderr(settings)
+    run_worker(settings)
+
+
+# --------------------------------------------------------------------------------------------------
+# Questions and checks
+# --------------------------------------------------------------------------------------------------
+
+
+def _read_json(name: str) -> Any:
+    """The JSON in a file, or on standard input for ``-``."""
+    try:
+        if name == "-":
+            raw = sys.stdin.buffer.read(MAX_JSON_BYTES + 1)
+        else:
+            with Path(name).open("rb") as file:
+                raw = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequest("FILE", f"can't be read: {error.strerror}") from None
+    if len(raw) > MAX_JSON_BYTES:
+        raise InvalidRequest("FILE", f"is larger than {MAX_JSON_BYTES} bytes")
+    return strict_json(raw)
+
+
+def _limits(settings: Settings) -> bounds.Limits:
+    return bounds.Limits(
+        seconds=settings.accountant_seconds, megabytes=settings.accountant_megabytes
+    )
+
+
+def _epsilon(arguments: argparse.Namespace, settings: Settings) -> int:
+    mechanism = mechanism_from_json(_read_json(arguments.file))
+    _print(bounds.epsilon(mechanism, arguments.delta, limits=_limits(settings)).to_json())
+    return 0
+
+
+def _delta(arguments: argparse.Namespace, settings: Settings) -> int:
+    mechanism = mechanism_from_json(_read_json(arguments.file))
+    _print(bounds.delta(mechanism, arguments.epsilon, limits=_limits(settings)).to_json())
+    return 0
+
+
+def _verify(arguments: argparse.Namespace, settings: Settings) -> int:
+    certificate = _read_json(arguments.file)
+    if not isinstance(certificate, dict):
+        raise InvalidRequest("FILE", "a certificate is a JSON object")
+    found = certificates.verify(
+        certificate,
+        _keys(arguments.keys, settings),
+        recompute=not arguments.no_recompute,
+        limits=_limits(settings),
+    )
+    _print(found.to_json())
+    return 0 if found.ok else NOT_OK
+
+
+def _keys(where: str | None, settings: Settings) -> dict[str, Ed25519PublicKey]:
+    if where is None:
+        return load_public_keys(settings)
+    if where.startswith(("http://", "https://")):
+        try:
+            answer = httpx.get(where, timeout=30.0, follow_redirects=True).raise_for_status()
+        except httpx.HTTPError as error:
+            raise InvalidRequest("--keys", f"no answer: {type(error).__name__}") from None
+        return parse_public_keys(strict_json(answer.content))
+    return parse_public_keys(_read_json(where))
+
+
+def _verify_ledger(arguments: argparse.Namespace, settings: Settings) -> int:
+    limits = _limits(settings)
+
+    def epsilon_bound(mechanism: Mechanism, delta: float) -> bounds.Bracket:
+        return bounds.epsilon(mechanism, delta, limits=limits)
+
+    database = Database(settings.effective_database_url)
+    try:
+        with database.read() as session:
+            if session.get(DatasetRow, arguments.dataset) is None:
+                raise NotFound("no such dataset")
+            found = chain.verify(session, arguments.dataset, epsilon_bound=epsilon_bound)
+    finally:
+        database.dispose()
+    _print(
+        {
+            "dataset": arguments.dataset,
+            "ok": found.ok,
+            "rows": found.rows,
+            "first_bad": found.first_bad,
+            "problem": found.problem,
+            "head": found.head,
+        }
+    )
+    return 0 if found.ok else NOT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""The ledger's integers as the JSON that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from accounting import ledger
+from accounting.errors import Conflict
+from accounting.filters import (
+    DELTA_UNITS,
+    EPSILON_UNITS,
+    INFINITE,
+    Budget,
+    Cost,
+    Filter,
+    FilterState,
+)
+from accounting.tables import ChargeRow, DatasetRow, EntryRow, JobRow, ReleaseRow
+from api.deps import rfc3339
+from api.problems import problem_body
+
+BASIC = "inf"
+
+
+def nats(units: int) -> float | str:
+    """Epsilon in nats from its integer units; an infinite one is ``"inf"``."""
+    return "inf" if units == INFINITE else float(Decimal(units) / EPSILON_UNITS)
+
+
+def probability(units: int) -> float | str:
+    """Delta from its integer units; an infinite one is ``"inf"``."""
+    return "inf" if units == INFINITE else float(Decimal(units) / DELTA_UNITS)
+
+
+def require_budget(session: Session, dataset: DatasetRow) -> tuple[Budget, tuple[Filter, ...]]:
+    """The dataset's budget and its filters.
+
+    Raises:
+        Conflict: no_budget.
+    """
+    known = ledger.budget_of(session, dataset.id)
+    if known is None:
+        raise Conflict("no_budget", "the dataset has no budget yet")
+    return known
+
+
+def charge_json(filters: Sequence[Filter], costs: Sequence[Cost]) -> dict[str, object]:
+    """``{"epsilon", "delta", "orders"}`` of one cost a filter."""
+    basic = next((c for f, c in zip(filters, costs, strict=True) if f.order == BASIC), None)
+    return {
+        "epsilon": None if basic is None else nats(basic.epsilon_units),
+        "delta": None if basic is None else probability(basic.delta_units),
+        "orders": {
+            f.order: nats(c.epsilon_units)
+            for f, c in zip(filters, costs, strict=True)
+            if f.order != BASIC
+        },
+    }
+
+
+def remaining_costs(states: Sequence[FilterState], charge: Sequence[Cost]) -> tuple[Cost, ...]:
+    """What each filter would admit after the charge; 0 where it is crossed."""
+    left = []
+    for state, cost in zip(states, charge, strict=True):
+        crossed = INFINITE in (state.epsilon_units, cost.epsilon_units, cost.delta_units)
+        left.append(
+            Cost(
+                0
+                if crossed
+                else max(0, state.filter.cap_units - state.epsilon_units - cost.epsilon_units),
+                0
+                if crossed or state.filter.order != BASIC
+                else max(0, state.filter.delta_units - state.delta_units - cost.delta_units),
+            )
+        )
+    return tuple(left)
+
+
+def budget_report(session: Session, dataset_id: str, budget: Budget) -> dict[str, object]:
+    """A budget with what each of its filters has spent and reserved, recomputed from entries."""
+    states = ledger.states(session, dataset_id)
+    reserved = _reserved(session, dataset_id, len(states))
+    left = remaining_costs(states, [Cost(0, 0)] * len(states))
+    return {
+        **budget.to_json(),
+        "filters": [_filter_report(state, reserved[i], left[i]) for i, state in enumerate(states)],
+    }
+
+
+def _filter_report(state: FilterState, reserved: Cost, left: Cost) -> dict[str, object]:
+    f = state.filter
+    spent = Cost(
+        INFINITE
+        if INFINITE in (state.epsilon_units, reserved.epsilon_units)
+        else state.epsilon_units - reserved.epsilon_units,
+        state.delta_units - reserved.delta_units,
+    )
+    return {
+        "order": f.order,
+        "cap": {
+            "epsilon": nats(f.cap_units),
+            "delta": probability(f.delta_units if f.order == BASIC else 0),
+        },
+        "delta_share": probability(f.delta_units),
+        "delta_per_release": probability(f.delta_per_release_units),
+        "spent": _amount(spent),
+        "reserved": _amount(reserved),
+        "remaining": _amount(left),
+    }
+
+
+def _amount(cost: Cost) -> dict[str, object]:
+    return {"epsilon": nats(cost.epsilon_units), "delta": probability(cost.delta_units)}
+
+
+def _reserved(session: Session, dataset_id: str, filters: int) -> list[Cost]:
+    """What the entries that never started sum to, by filter; they are few at any time."""
+    rows = session.execute(
+        select(ChargeRow.position, ChargeRow.epsilon_units, ChargeRow.delta_units)
+        .join(EntryRow, EntryRow.id == ChargeRow.entry_id)
+        .where(EntryRow.dataset_id == dataset_id, EntryRow.state == "reserved")
+    ).all()
+    sums = [Cost(0, 0) for _ in range(filters)]
+    for position, epsilon_units, delta_units in rows:
+        known = sums[position]
+        infinite = INFINITE in (known.epsilon_units, epsilon_units, delta_units)
+        sums[position] = (
+            Cost(INFINITE, known.delta_units)
+            if infinite
+            else Cost(known.epsilon_units + epsilon_units, known.delta_units + delta_units)
+        )
+    return sums
+
+
+def costs_of_entry(session: Session, entry_id: str) -> tuple[Cost, ...]:
+    """The charge of one entry, one cost a filter; empty for post-processing."""
+    rows = session.scalars(
+        select(ChargeRow).where(ChargeRow.entry_id == entry_id).order_by(ChargeRow.position)
+    ).all()
+    return tuple(Cost(row.epsilon_units, row.delta_units) for row in rows)
+
+
+def job_json(session: Session, job: JobRow) -> dict[str, object]:
+    """A job as its requester sees it.
+
+    Attempts, leases, the times of changes and the cause of a failure are left out: they may tell of
+    the private data.
+    """
+    known = ledger.budget_of(session, job.dataset_id)
+    costs = costs_of_entry(session, job.entry_id)
+    release = session.scalar(select(ReleaseRow.id).where(ReleaseRow.job_id == job.id))
+    return {
+        "id": job.id,
+        "dataset": job.dataset_id,
+        "state": job.state,
+        "created_at": rfc3339(job.created_at),
+        "spec": job.spec,
+        "mechanism": job.mechanism,
+        "post_processing": job.post_processing,
+        "certificate_epsilon": job.certificate_epsilon,
+        "charge": charge_json(known[1] if known is not None and costs else (), costs),
+        "progress": {"done": job.progress_done, "total": job.progress_total},
+        "release": release,
+        "problem": problem_body("job_failed") if job.state == "failed_charged" else None,
+    }
+
+
+def entry_json(filters: Sequence[Filter], entry: ledger.Entry) -> dict[str, object]:
+    """A line of the books for the dataset's owner or auditor."""
+    return {
+        "id": entry.id,
+        "sequence": entry.sequence,
+        "kind": entry.kind,
+        "state": entry.state,
+        "job": entry.job_id,
+        "organisation": entry.organisation_id,
+        "parent_entry": entry.parent_entry_id,
+        "release": entry.release_id,
+        "mechanism": entry.mechanism,
+        "mechanism_digest": entry.mechanism_digest,
+        "charge": charge_json(filters if entry.costs else (), entry.costs),
+        "created_at": rfc3339(entry.created_at),
+    }
+
+
+def finite_or_text(value: object) -> object:
+    """The value with every infinite float as the text ``"inf"``, for JSON."""
+    if isinstance(value, float) and value == float("inf"):
+        return "inf"
+    if isinstance(value, Mapping):
+        return {k: finite_or_text(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_text(v) for v in value]
+    return value

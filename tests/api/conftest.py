@@ -1,0 +1,60 @@
+"""Fixtures of the API's tests; see :mod:`tests.api.world`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.api.world import World, counts, files, running, write_card
+from worker.settings import Settings
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """The embedded default in a folder of its own, with a sweeper that stays out of the way."""
+    write_card(tmp_path / "public")
+    return Settings(
+        home=tmp_path / "home",
+        public_models=tmp_path / "public",
+        sweep_seconds=3600,
+        max_upload_bytes=1_000_000,
+    )
+
+
+@pytest.fixture
+def world(settings: Settings) -> Iterator[World]:
+    """A service on SQLite."""
+    with running(settings) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def _one_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("world")
+    write_card(folder / "public")
+    made = Settings(
+        home=folder / "home",
+        public_models=folder / "public",
+        sweep_seconds=3600,
+        max_upload_bytes=1_000_000,
+    )
+    with running(made) as world:
+        yield world
+
+
+@pytest.fixture
+def calm(_one_world: World) -> Iterator[World]:
+    """A service that many tests share, because none of them may leave anything behind."""
+    rows, kept = counts(_one_world.database), files(_one_world.settings)
+    yield _one_world
+    assert counts(_one_world.database) == rows
+    assert files(_one_world.settings) == kept
+
+
+@pytest.fixture
+def each_world(settings: Settings, database_url: str) -> Iterator[World]:
+    """A service once on SQLite and once on PostgreSQL."""
+    with running(settings.model_copy(update={"database_url": database_url})) as made:
+        yield made
