@@ -343,23 +343,16 @@ def verify(
     replay = _Replay(epsilon_bound)
     good, head = 0, GENESIS_HASH
     try:
-        for row in session.execute(
+        with session.execute(
             sa.select(ChainRow.sequence, ChainRow.previous_hash, ChainRow.hash, ChainRow.body)
             .where(ChainRow.dataset_id == dataset_id)
             .order_by(ChainRow.sequence)
             .execution_options(yield_per=1000)
-        ):
-            body = _read_body(
-                dataset_id,
-                row.sequence,
-                row.previous_hash,
-                row.hash,
-                row.body,
-                expected=good + 1,
-                previous=head,
-            )
-            _play(replay, body)
-            good, head = row.sequence, row.hash
+        ) as rows:
+            for row in rows:
+                body = _read_body(dataset_id, row, expected=good + 1, previous=head)
+                _play(replay, body)
+                good, head = row.sequence, row.hash
         if dataset.chain_sequence > good:
             raise _Bad("rows are missing at the end", good + 1)
         if dataset.chain_sequence < good:
@@ -380,14 +373,13 @@ def verify(
 
 def _read_body(
     dataset_id: str,
-    sequence: int,
-    previous_hash: str,
-    row_hash: str,
-    text: str,
+    row: sa.Row[tuple[int, str, str, str]],
     *,
     expected: int,
     previous: str,
 ) -> JsonObject:
+    """The row's body, if the row is the ``expected`` one and follows ``previous``."""
+    sequence, previous_hash, row_hash, text = row
     if sequence != expected:
         raise _Bad("the row is missing")
     if hashlib.sha256(text.encode()).hexdigest() != row_hash:

@@ -48,6 +48,7 @@ from accounting.chain import (
     append,
     filters_of,
 )
+from accounting.chain import EpsilonBound as EpsilonBound
 from accounting.chain import Verification as Verification
 from accounting.chain import verify as verify
 from accounting.errors import (

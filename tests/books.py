@@ -7,14 +7,14 @@ written and which no Rényi order admits; so a budget of epsilon 5 admits five c
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
-from accounting.filters import Budget, FewLarge, Filter, charge
-
 from accounting import ledger
 from accounting.canonical import digest
+from accounting.filters import Budget, FewLarge, Filter, charge
 from accounting.mechanisms import ApproximateDP, Mechanism
 from accounting.tables import Database, DatasetRow, JobRow, OrganisationRow, SnapshotRow
 
@@ -44,6 +44,7 @@ class Books:
     filters: tuple[Filter, ...] = ()
     now: int = NOW
     keys: itertools.count[int] = field(default_factory=itertools.count)
+    bound: Callable[[Mechanism, float], Bracket] = no_bound
 
     def register(self, *, snapshot: bool = True) -> Books:
         with self.database.write() as session:
@@ -97,7 +98,7 @@ class Books:
         progress_total: int = 10,
     ) -> ledger.Reservation:
         made = dp(mechanism) if isinstance(mechanism, str) else mechanism
-        costs = charge(made, self.filters, epsilon_bound=no_bound)
+        costs = charge(made, self.filters, epsilon_bound=self.bound)
         with self.database.write() as session:
             return ledger.reserve(
                 session,
