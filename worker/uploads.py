@@ -30,6 +30,7 @@ import re
 import secrets
 import shutil
 import struct
+import sys
 import time
 import zipfile
 import zlib
@@ -73,6 +74,10 @@ _SUFFIXES: Final = {
 }
 # Python 2 wrote shapes with long integers, as in (10L, 28L, 28L).
 _LONG: Final = re.compile(r"(?<=\d)L\b")
+
+_PNG_END: Final = b"IEND\xaeB`\x82"
+_JPEG_SCAN: Final = b"\xff\xda"
+_JPEG_END: Final = b"\xff\xd9"
 
 # What the standard library's and Pillow's readers raise on damaged files. OSError is Pillow's
 # word for a damaged image and is caught only where the bytes are already in memory.
@@ -433,8 +438,7 @@ def _npy_header(file: BinaryIO, field: str) -> _Header:
         raise InvalidRequest(field, "an array of objects, which only pickle could read, is refused")
     if not well_formed or not isinstance(descr, str) or not _DTYPE.fullmatch(descr):
         raise InvalidRequest(field, "the array's type is refused")
-    # Truth values are read as the bytes they are, and checked like other pixels.
-    return _Header(np.dtype("u1" if descr.endswith("b1") else descr), shape, fortran)
+    return _Header(np.dtype(descr), shape, fortran)
 
 
 def _idx_header(file: BinaryIO, field: str) -> _Header:
@@ -464,7 +468,7 @@ def _check_headers(headers: Mapping[str, _Header], expected: _Expected) -> None:
     images = headers["images"]
     height, width, channels = expected.shape
     shapes = [(height, width, channels)] + ([(height, width)] if channels == 1 else [])
-    if images.dtype.kind not in "uif":
+    if images.dtype.kind not in "buif":
         raise InvalidRequest("images", "pixels must be numbers")
     if not images.shape or images.shape[1:] not in shapes:
         raise InvalidRequest(
@@ -497,9 +501,9 @@ def _read_body(file: BinaryIO, header: _Header, field: str) -> NDArray[Any]:
             filled += count
         if file.read(1):
             raise InvalidRequest(field, "bytes follow the end of the array")
-        return body.view(header.dtype).reshape(
-            header.shape, order="F" if header.fortran_order else "C"
-        )
+        # Truth values are read as the bytes they are, and checked like other pixels.
+        dtype = np.dtype("u1") if header.dtype.kind == "b" else header.dtype
+        return body.view(dtype).reshape(header.shape, order="F" if header.fortran_order else "C")
 
 
 def _from_arrays(arrays: Mapping[str, NDArray[Any]], expected: _Expected) -> Records:
@@ -695,6 +699,13 @@ def _decode(data: bytes, expected: _Expected) -> NDArray[np.uint8]:
             raise InvalidRequest(
                 "images", "8 bits a channel are taken, in grey, RGB or RGBA as the dataset declares"
             )
+        # Pillow takes an image that ends early, if all its pixels happen to be there.
+        if image.format == "PNG":
+            whole = _PNG_END in data
+        else:
+            whole = data.rfind(_JPEG_END) > data.rfind(_JPEG_SCAN)
+        if not whole:
+            raise InvalidRequest("images", "an image is cut short")
         plain = image.convert("L") if image.mode == "1" else image
         return np.asarray(plain, dtype=np.uint8).reshape(expected.shape)
 
@@ -748,6 +759,11 @@ def _as_texts(array: NDArray[Any], field: str) -> list[str]:
     with _refusing(field, "the text can't be read"):
         if array.dtype.kind == "S":
             return [value.decode() for value in array.tolist()]
+        if array.dtype.kind == "U":
+            # numpy fails with an internal error on what is no code point.
+            codes = np.ascontiguousarray(array).view(f"{array.dtype.str[0]}u4")
+            if codes.max() > sys.maxunicode:
+                raise InvalidRequest(field, "the text can't be read")
         texts = [str(value) for value in array.tolist()]
         # A lone surrogate has no bytes, so it could not be hashed.
         "".join(texts).encode()
