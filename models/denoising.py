@@ -320,7 +320,6 @@ def _clip(weighted: Weighted, block: _Block, clip_norm: float) -> Tensor:
     was too small to matter.
     """
     direction, log_norm = _split(weighted.base, weighted.log_weight)
-    log_norm = log_norm + weighted.log_weight
     if block.rank is not None:
         direction, log_norm = _sum_records(direction, log_norm, block)
     bound = clip_norm * (1.0 - _CLIP_MARGIN)
@@ -329,7 +328,7 @@ def _clip(weighted: Weighted, block: _Block, clip_norm: float) -> Tensor:
 
 
 def _split(base: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit directions [R, d] and log norms [R] of ``base``; zero rows have log norm -inf.
+    """Unit directions [R, d] and log norms [R] of exp(log_weight) * base; of zero, -inf.
 
     A row that is not finite, or whose weight is not, counts as zero: whatever one record holds, it
     can only lose its own say.
@@ -343,7 +342,7 @@ def _split(base: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
         scaled[~usable] = 0.0
     norm = _row_sums(scaled.square()).sqrt_()  # in [1, sqrt d], or 0
     scaled.div_(norm.clamp(min=1.0)[:, None])
-    log_norm = torch.where(usable, largest.log() + norm.log(), -math.inf)
+    log_norm = torch.where(usable, largest.log() + norm.log() + log_weight, -math.inf)
     return scaled, log_norm
 
 
@@ -363,8 +362,7 @@ def _sum_records(direction: Tensor, log_norm: Tensor, block: _Block) -> tuple[Te
     for k in range(int(block.rank.max(initial=-1)) + 1):
         rows = torch.from_numpy(np.flatnonzero(block.rank == k)).to(direction.device)
         total[block.unit_of_row[rows]] += direction[rows] * share[rows, None]
-    direction, log_sum = _split(total, peak)
-    return direction, log_sum + peak
+    return _split(total, peak)
 
 
 def _row_sums(values: Tensor) -> Tensor:

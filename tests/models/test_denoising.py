@@ -244,6 +244,22 @@ def test_threads_change_no_bit() -> None:
     assert np.array_equal(one, two)
 
 
+def test_a_rows_sum_is_the_same_bits_in_any_company() -> None:
+    values = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 70_001)))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        together = denoising._row_sums(values.clone())
+        torch.set_num_threads(2)
+        alone = torch.cat([denoising._row_sums(values[r : r + 1].clone()) for r in range(3)])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, alone)
+    exact = [math.fsum(row) for row in values.tolist()]
+    np.testing.assert_allclose(together.numpy(), exact, rtol=0, atol=1e-11)
+    assert denoising._row_sums(torch.zeros((2, 0))).tolist() == [0.0, 0.0]
+
+
 def test_the_order_of_records_changes_no_bit_of_a_sum() -> None:
     """Sums are exact, so a full batch does not show in which order its records lie."""
     block = make_block(subsampling="full_batch", subsample_size=None, weight="density")

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from accounting.mechanisms import DenoisingBlock, EdmSchedule, WeightKind
+from models import denoising
 from models.denoising import (
     WEIGHTS,
     UnitTable,
@@ -118,6 +119,37 @@ def test_a_unit_adds_the_same_vector_whoever_else_is_there(
     alone = sums_of(kind, table, [u], *args)
     for a, b, v in zip(whole.tolist(), rest.tolist(), alone.tolist(), strict=True):
         assert Fraction(a) - Fraction(b) == Fraction(v)
+
+
+def test_the_clip_holds_before_its_result_is_rounded_down() -> None:
+    """The rounding toward the grid is not what keeps a norm below C."""
+    rng = np.random.default_rng(2)
+    for d in (1, 2, 3, 17, 784):
+        records = torch.from_numpy(
+            rng.normal(size=(100, d)) * 10.0 ** rng.uniform(0, 300, (100, 1))
+        )
+        block = denoising._Block(torch.arange(100), records, torch.arange(100), None)
+        for clip_norm in (0.3, 1.0, 12.5, 1e100):
+            weighted = denoising.Weighted(torch.zeros(100, dtype=torch.float64), records.clone())
+            clipped = denoising._clip(weighted, block, clip_norm).numpy()
+            for row in clipped if d < 100 else clipped[:3]:
+                assert exact_norm_squared(row) <= Fraction(clip_norm) ** 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_weight_that_is_not_a_number_counts_as_zero(bad: float, several: bool) -> None:
+    def broken(state: Any, records: Any, centre: Any, level: float) -> denoising.Weighted:
+        log_weight = torch.zeros(records.shape[0], dtype=torch.float64)
+        log_weight[1] = bad
+        return denoising.Weighted(log_weight, records)
+
+    records = np.array([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
+    table = group_units(records, None, [0, 0, 1] if several else None)
+    x = torch.zeros((1, 2), dtype=torch.float64)
+    everyone = [(0, table.units_of(None))]
+    sums = clipped_sums(broken, table, everyone, x, x, 1.0, 10.0)
+    np.testing.assert_allclose(sums.numpy(), [[0.6, 0.8]], rtol=1e-7)
 
 
 def test_a_clipped_vector_keeps_its_direction_and_nearly_all_of_c() -> None:
