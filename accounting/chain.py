@@ -373,7 +373,7 @@ def verify(
 
 def _read_body(
     dataset_id: str,
-    row: sa.Row[tuple[int, str, str, str]],
+    row: sa.Row[int, str, str, str],
     *,
     expected: int,
     previous: str,
