@@ -655,7 +655,7 @@ class _Sampler:
     def _whole_sums(self, chunk: Sequence[OutputSpec]) -> Tensor:
         """The sums of a full batch under a weight that does not read x: one for each label."""
         for label in {spec.label for spec in chunk} - self._whole.keys():
-            c = self._to_device(self._centres.of(label)[None, :])
+            c = self._to_device(np.stack([self._centres.of(label)]))
             everything = [(0, self._table.units_of(label))]
             self._whole[label] = clipped_sums(
                 self._weight.function,

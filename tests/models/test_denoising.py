@@ -171,7 +171,7 @@ def test_it_follows_the_recursion(mode: dict[str, Any], weight: str, several: bo
 @pytest.mark.parametrize(("weight", "clip_norm"), [("uniform", 0.5), ("centred", 5.0)])
 def test_its_moments_are_the_closed_form(weight: str, clip_norm: float) -> None:
     """With one record always in S the block is linear: x_m is Gaussian with known moments."""
-    n_out = 10_000
+    n_out = 6_000
     block = make_block(
         weight=weight, clip_norm=clip_norm, subsample_size=1, public_size=1, outputs=n_out
     )
@@ -299,6 +299,13 @@ def test_an_input_is_never_written_to() -> None:
     records.flags.writeable = False
     before = records.copy()
     run(block, records)
+    assert np.array_equal(records, before)
+    centre = np.linspace(-1, 1, D)
+    centre.flags.writeable = False
+    for subsampling in ("output_wise", "full_batch"):
+        size = None if subsampling == "full_batch" else 4
+        centred = make_block(subsampling=subsampling, subsample_size=size)
+        run(centred, records, centre=centre)
     assert np.array_equal(records, before)
 
 
