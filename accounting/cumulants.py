@@ -77,6 +77,10 @@ _REACH: Final = 9.5  # Phi(-9.5) = 1e-21: the tails stay below the rounding of a
 _LOG_2_OVER_ETA: Final = math.log(2e17)
 _LOG_SQRT_2PI: Final = 0.5 * math.log(2.0 * math.pi)
 
+# Outside this range mu^2 leaves double precision.
+_MU_LEAST: Final = 1e-150
+_MU_MOST: Final = 1e150
+
 Array = NDArray[np.float64]
 
 
@@ -156,7 +160,14 @@ def pure_dp_cost(epsilon: float, order: float) -> float:
 
 @functools.lru_cache(maxsize=16384)
 def gaussian_cost(q: float, mu: float, order: float) -> tuple[float, float]:
-    """Upper bounds (remove, add) on rho(order) of one subsampled Gaussian."""
+    """Upper bounds (remove, add) on rho(order) of one subsampled Gaussian.
+
+    The cost grows with mu, so a mu whose square underflows is raised, and one whose square
+    overflows costs infinity.
+    """
+    if not mu < _MU_MOST:
+        return math.inf, math.inf
+    mu = max(mu, _MU_LEAST)
     if q == 1.0:
         cost = 0.5 * order * mu * mu * (1.0 + _SLACK)
         return cost, cost

@@ -37,6 +37,8 @@ def total_mu(parts: list[tuple[float, int]]) -> tuple[float, float]:
     """(lower, upper) bounds on sqrt(sum count * mu^2) for parts (mu, count)."""
     # mu^2 leaves double precision below 1e-154 and above 1e154, so the largest is taken out.
     largest = max(mu for mu, _ in parts)
+    if largest == 0.0:  # what underflowed to 0 is below the smallest normal double
+        return 0.0, 1e-300
     value = largest * math.sqrt(math.fsum(n * (mu / largest) ** 2 for mu, n in parts))
     return value * (1.0 - _E), value * (1.0 + _E)
 
