@@ -67,7 +67,9 @@ def accuracy_of(
     images: Images, labels: Labels, test_images: Images, test_labels: Labels, *, seeds: int = 3
 ) -> float:
     """Accuracy on test images of a small CNN trained on a batch: the mean over ``seeds`` runs."""
-    x, test = (torch.from_numpy(a).float().div(127.5).sub(1)[:, None] for a in (images, test_images))
+    x, test = (
+        torch.from_numpy(a).float().div(127.5).sub(1)[:, None] for a in (images, test_images)
+    )
     y = torch.from_numpy(labels)
     scores = []
     for seed in range(seeds):

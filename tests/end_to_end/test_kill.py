@@ -115,7 +115,7 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service]
         broker_url = request.getfixturevalue("redis_url")
         with installation(home, database_url=database_url, broker_url=broker_url) as made:
             made.command("init")
-            made.start("api", "api")
+            made.start("api", "serve", "--without-worker")
             made.start("worker", "worker")
             made.wait_ready()
             yield made
