@@ -199,11 +199,11 @@ def _draw(
     )
     images = _hand_off(block, drawn, model, in_model, post, noise, device, progress)
     pixels = np.clip(np.rint((images + 1) / 2 * (high - low) + low), 0, 255).astype(np.uint8)
-    labels = np.array([spec.label or 0 for spec in drawn.specs], dtype=np.int64)
     buffer = io.BytesIO()
-    if records.labels is None:
+    if block.classes is None:
         np.savez_compressed(buffer, images=pixels)
     else:
+        labels = np.array([spec.label for spec in drawn.specs], dtype=np.int64)
         np.savez_compressed(buffer, images=pixels, labels=labels)
     return buffer.getvalue()
 
