@@ -152,7 +152,7 @@ def pytest_terminal_summary(
         lines.append(f"    {needs}python -m pytest {shlex.quote(report.nodeid)}")
     long = config.stash.get(_deselected_long, 0)
     if long:
-        lines.append(f"{long} tests of sizes that take long")
+        lines.append(f"tests of sizes that take long: {long}")
         lines.append("    make test-long")
     if lines:
         terminalreporter.section("NOT RUN")

