@@ -58,7 +58,8 @@ def upgrade() -> None:
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.Column("updated_at", sa.BigInteger(), nullable=False),
         sa.CheckConstraint(
-            "state IN ('reserved', 'started', 'released', 'failed_charged', 'cancelled', 'expired')",
+            "state IN ('reserved', 'started', 'released', 'failed_charged', "
+            "'cancelled', 'expired')",
             name=op.f("ck_entries_state"),
         ),
         sa.CheckConstraint("sequence >= 1", name=op.f("ck_entries_sequence")),
@@ -145,7 +146,8 @@ def upgrade() -> None:
             "(state = 'started') = (sealed_seed IS NOT NULL)", name=op.f("ck_jobs_seed")
         ),
         sa.CheckConstraint(
-            "state IN ('reserved', 'started', 'released', 'failed_charged', 'cancelled', 'expired')",
+            "state IN ('reserved', 'started', 'released', 'failed_charged', "
+            "'cancelled', 'expired')",
             name=op.f("ck_jobs_state"),
         ),
         sa.CheckConstraint(
