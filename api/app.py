@@ -26,6 +26,7 @@ from accounting.errors import LedgerUnavailable
 from accounting.tables import Database
 from api import deps, problems
 from api.auth import ACCESS
+from api.bodies import CloseUnread
 from api.routes import accounting, admin, datasets, jobs, ledger, releases, service
 from api.schemas import Problem
 from api.sweeper import Sweeper
@@ -91,6 +92,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.include_router(router)
     problems.install(app)
     app.add_middleware(problems.CatchAll)
+    app.add_middleware(CloseUnread)
     app.add_middleware(AccessLog)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]  # FastAPI's own recipe
     return app

@@ -15,8 +15,9 @@ from typing import Any, Final
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
-from starlette.types import Message
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from accounting.errors import InvalidRequest
 from api.auth import ACCESS, Principal, bearer_of, principal_of, require_scope
@@ -24,9 +25,10 @@ from api.problems import ProblemError, field_path
 
 MAX_JSON_BYTES: Final = 2 * 1024 * 1024
 _MAX_DEPTH: Final = 64
+# A body this short has most likely arrived with its head.
+_SHORT_BODY_BYTES: Final = 64 * 1024
 # Far above any count or size here, and what 64-bit columns hold.
 _MAX_INTEGER: Final = 2**63 - 1
-_MAX_DIGITS: Final = 4000  # of a number as text; Python itself refuses integers beyond 4300
 
 
 def strict_json(raw: bytes) -> object:
@@ -91,6 +93,42 @@ async def limited_stream(request: Request, limit: int) -> AsyncIterator[bytes]:
         raise ProblemError("upload_incomplete") from None
     if declared is not None and declared.isdigit() and seen < int(declared[:20]):
         raise ProblemError("upload_incomplete")
+
+
+class CloseUnread:
+    """Closes the connection after an answer that came before a long body was read.
+
+    A server reads on and throws away what is left of a body, so that the connection can be used
+    again; a client that never ends would be read for ever.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        unread = _has_long_body(Headers(scope=scope))
+
+        async def watched_receive() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and bool(message.get("more_body", False))
+            return message
+
+        async def watched_send(message: Message) -> None:
+            if unread and message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        await self.app(scope, watched_receive, watched_send)
+
+
+def _has_long_body(headers: Headers) -> bool:
+    declared = headers.get("content-length", "0")
+    chunked = "transfer-encoding" in headers
+    return chunked or not declared.isdigit() or int(declared[:20]) > _SHORT_BODY_BYTES
 
 
 class _ParsedRequest(Request):

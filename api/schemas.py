@@ -388,11 +388,13 @@ class Target(Body):
 
 
 class EdmSchedule(Body):
+    """The grid of noise levels, from ``sigma_max`` down to ``sigma_min`` in ``steps`` levels."""
+
     kind: Literal["edm"]
-    sigma_min: float = 0.002
-    sigma_max: float = 80.0
-    rho: float = 7.0
-    steps: int = 39
+    sigma_min: float
+    sigma_max: float
+    rho: float
+    steps: int
 
 
 class Preset(Body):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,17 +32,29 @@ def world(settings: Settings) -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def _one_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("world")
-    write_card(folder / "public")
-    made = Settings(
-        home=folder / "home",
-        public_models=folder / "public",
-        sweep_seconds=3600,
-        max_upload_bytes=1_000_000,
-    )
-    with running(made) as world:
-        yield world
+def start_world(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], World]]:
+    """Starts services that outlive a test."""
+    with ExitStack() as stack:
+
+        def start(name: str) -> World:
+            folder = tmp_path_factory.mktemp(name)
+            write_card(folder / "public")
+            made = Settings(
+                home=folder / "home",
+                public_models=folder / "public",
+                sweep_seconds=3600,
+                max_upload_bytes=1_000_000,
+            )
+            return stack.enter_context(running(made))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def _one_world(start_world: Callable[[str], World]) -> World:
+    return start_world("calm")
 
 
 @pytest.fixture
