@@ -109,26 +109,33 @@ def _open(settings: Settings) -> deps.Service:
     """Everything a service needs, made where it is missing."""
     ensure_keys(settings)
     clear_stale_uploads(settings)
-    database = Database(settings.effective_database_url)
-    try:
-        if database.is_sqlite:
-            database.upgrade()
-        elif not database.revision_ok():
-            # Several processes share it, so an operator says when it changes.
-            raise RuntimeError("the database is not at this version: run `epsilond migrate`")
-    except LedgerUnavailable:
-        # /readyz says so until it answers; meanwhile every call is refused with 503.
-        log.warning("the database does not answer yet")
     limits = Limits(seconds=settings.accountant_seconds, megabytes=settings.accountant_megabytes)
-    return deps.Service(
+    service = deps.Service(
         settings=settings,
-        database=database,
+        database=Database(settings.effective_database_url),
         sealer=load_sealer(settings),
         artifacts=ArtifactStore(settings.effective_artifacts_url),
         accountant=deps.Accountant(os.cpu_count() or 1, limits),
         public_keys=load_public_keys(settings),
         celery=make_celery(settings),
     )
+    try:
+        _bring_tables(service.database)
+    except LedgerUnavailable:
+        # /readyz says so until it answers; meanwhile every call is refused with 503.
+        log.warning("the database does not answer yet")
+    except BaseException:
+        service.close()
+        raise
+    return service
+
+
+def _bring_tables(database: Database) -> None:
+    if database.is_sqlite:
+        database.upgrade()
+    elif not database.revision_ok():
+        # Several processes share it, so an operator says when it changes.
+        raise RuntimeError("the database is not at this version: run `epsilond migrate`")
 
 
 # --------------------------------------------------------------------------------------------------

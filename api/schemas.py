@@ -298,7 +298,7 @@ class OwnerSnapshots(Answer):
 
 
 class GrantRequest(Body):
-    organisation: Identifier
+    organisation: Identifier = Field(description="The organisation that is let in.")
     scopes: list[Literal["quote", "request"]] = Field(
         min_length=1, max_length=2, examples=[["quote", "request"]]
     )
@@ -644,7 +644,7 @@ class Profile(Answer):
 
 
 class VerifyRequest(Body):
-    certificate: JsonObject
+    certificate: JsonObject = Field(description="The certificate as it was downloaded.")
     recompute: bool = Field(
         default=True, description="Also compute epsilon again from the mechanism alone."
     )

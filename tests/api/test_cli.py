@@ -1,0 +1,162 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from accounting import bounds
+from accounting.mechanisms import mechanism_from_json
+from api.cli import NOT_OK, PROBLEM, main
+from tests.api.world import World, release_of
+from worker.settings import Settings, get_settings
+
+MECHANISM = {"kind": "gaussian", "noise_multiplier": 2.0, "count": 3}
+
+
+@pytest.fixture
+def home(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The command line's own settings, as the environment gives them."""
+    use(settings, monkeypatch)
+    return settings.home
+
+
+def use(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    get_settings.cache_clear()
+    monkeypatch.setattr("api.cli.get_settings", lambda: settings)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    status = main(arguments)
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_init_makes_the_first_key_once(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, first = run(capsys, "init")
+    assert status == 0
+    assert first["admin_key"].startswith("epk_")
+    assert (home / "keys" / "sealing.key").stat().st_mode & 0o077 == 0
+    kept = (home / "keys" / "sealing.key").read_bytes()
+    status, second = run(capsys, "init")
+    assert (status, second["admin_key"]) == (0, None)
+    assert "nothing to do" in second["note"]
+    assert (home / "keys" / "sealing.key").read_bytes() == kept
+
+
+def test_migrate_brings_the_tables(
+    settings: Settings,
+    empty_database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    use(settings.model_copy(update={"database_url": empty_database_url}), monkeypatch)
+    assert run(capsys, "migrate") == (0, {"revision_ok": True})
+    assert run(capsys, "migrate") == (0, {"revision_ok": True})
+
+
+@pytest.mark.usefixtures("home")
+def test_questions_print_what_the_service_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mechanism.json"
+    file.write_text(json.dumps(MECHANISM))
+    mechanism = mechanism_from_json(MECHANISM)
+    status, body = run(capsys, "epsilon", "--delta", "1e-5", str(file))
+    assert (status, body) == (0, bounds.epsilon(mechanism, 1e-5).to_json())
+    status, body = run(capsys, "delta", "--epsilon", "1", str(file))
+    assert (status, body) == (0, bounds.delta(mechanism, 1.0).to_json())
+    stdin = io.TextIOWrapper(io.BytesIO(json.dumps(MECHANISM).encode()))
+    monkeypatch.setattr("sys.stdin", stdin)
+    status, body = run(capsys, "epsilon", "--delta", "1e-5", "-")
+    assert (status, body) == (0, bounds.epsilon(mechanism, 1e-5).to_json())
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("{", "malformed_json"),
+        ('{"kind": "gaussian", "noise_multiplier": NaN}', "invalid_request"),
+        ('{"kind": "gaussian", "noise_multiplier": -1}', "invalid_mechanism"),
+        ("[]", "invalid_mechanism"),
+        (None, "invalid_request"),
+    ],
+)
+def test_a_wrong_file_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, code: str
+) -> None:
+    file = tmp_path / "mechanism.json"
+    if text is not None:
+        file.write_text(text)
+    status, body = run(capsys, "epsilon", "--delta", "1e-5", str(file))
+    assert (status, body["code"]) == (PROBLEM, code)
+
+
+def test_certificates_and_books_are_checked_without_the_service(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    use(world.settings, monkeypatch)
+    dataset = world.dataset()
+    release = release_of(world, world.order(dataset, "k").json()["id"])
+    certificate = world.requester.get(f"/v1/releases/{release}/certificate").json()
+    file = tmp_path / "certificate.json"
+    file.write_text(json.dumps(certificate))
+    keys = tmp_path / "keys.json"
+    keys.write_text(world.nobody.get("/.well-known/epsilond-keys.json").text)
+    url = f"{world.address}/.well-known/epsilond-keys.json"
+    for options in ((), ("--keys", str(keys)), ("--keys", url), ("--no-recompute",)):
+        status, body = run(capsys, "verify", *options, str(file))
+        assert (status, body["ok"], body["signature_ok"]) == (0, True, True), options
+    file.write_text(json.dumps({**certificate, "dataset": "ds_" + "0" * 32}))
+    status, body = run(capsys, "verify", "--no-recompute", str(file))
+    assert (status, body["ok"], body["signature_ok"]) == (NOT_OK, False, False)
+
+    status, body = run(capsys, "verify-ledger", dataset)
+    assert status == 0
+    assert body == world.owner.get(f"/v1/datasets/{dataset}/ledger/verify").json()
+    status, body = run(capsys, "verify-ledger", "ds_" + "0" * 32)
+    assert (status, body["code"]) == (PROBLEM, "not_found")
+
+
+def test_serve_runs_until_it_is_told_to_stop(settings: Settings) -> None:
+    """As a process of its own, the way it is meant to be run, but without its worker."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "api.cli", "serve", "--port", str(port), "--without-worker"]
+    with subprocess.Popen(
+        command, env={**os.environ, **settings.environment()}, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                try:
+                    answer = httpx.get(f"http://127.0.0.1:{port}/readyz")
+                except httpx.TransportError:
+                    time.sleep(0.05)
+                else:
+                    break
+            assert answer.status_code == 200, answer.text
+            process.send_signal(signal.SIGTERM)
+            _, log = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGTERM or process.returncode == 0
+    assert "Traceback" not in log
+    assert '"route": "/readyz"' in log
