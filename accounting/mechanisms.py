@@ -198,7 +198,7 @@ def _json_decimal(value: Decimal) -> float | str:
 
 @dataclass(frozen=True)
 class Gaussian:
-    """``count`` Gaussian releases; ``noise_multiplier`` is the noise std over the L2 sensitivity."""
+    """``count`` Gaussian releases; ``noise_multiplier`` is noise std over L2 sensitivity."""
 
     noise_multiplier: float
     count: int = 1
@@ -559,6 +559,9 @@ class DenoisingBlock:
         if self.centre is not None and self.weight != "centred":
             raise InvalidMechanism("centre", "has a meaning only for the centred weight")
         object.__setattr__(self, "_mu", self._step_mu())
+        if not all(SMALLEST <= mu <= LARGEST for mu in self._mu):
+            # Its square is summed, and would underflow to "no loss" or overflow.
+            raise InvalidMechanism("clip_norm", "over beta and the divisor leaves double precision")
 
     def _check_classes(self, classes: tuple[ClassShare, ...]) -> None:
         if not classes:

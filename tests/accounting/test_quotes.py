@@ -30,7 +30,11 @@ PRESET: dict[str, Any] = {
     "subsample_size": 3,
     "clip_norm": 12.5,
 }
-SPEC: dict[str, Any] = {"kind": "denoise", "outputs": {c: 50 for c in CLASSES}, "preset": PRESET}
+SPEC: dict[str, Any] = {
+    "kind": "denoise",
+    "outputs": dict.fromkeys(CLASSES, 50),
+    "preset": PRESET,
+}
 BUDGET = Budget.from_json(
     {"epsilon": 6.0, "delta": 1e-5, "use": {"kind": "few_large", "releases": 1}}
 )
