@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any, Final
 
+from anyio.to_thread import current_default_thread_limiter
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.concurrency import run_in_threadpool
@@ -60,6 +61,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        current_default_thread_limiter().total_tokens = deps.THREADS
         running = await run_in_threadpool(_open, chosen)
         app.state.service = running
         sweeper = Sweeper(

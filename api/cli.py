@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -188,6 +189,9 @@ def _serve(arguments: argparse.Namespace, settings: Settings) -> int:
             # The worker looks for both from its first moment on.
             ensure_keys(settings)
             stack.enter_context(WorkerSupervisor(settings))
+        # After its own shutdown uvicorn raises the signal again, for whoever handled it before:
+        # by default that would end the process before the worker is stopped.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         uvicorn.run(
             create_app(settings),
             host=settings.host,

@@ -6,6 +6,7 @@ exist and one that this key may not know of give the same answer, 404.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import json
@@ -38,6 +39,11 @@ from worker.settings import Settings
 
 _ID: Final = re.compile(r"[a-z]{2,8}_[0-9a-f]{32}")
 PAGE_SIZE: Final = 100
+# Calls run in threads: far more than may wait for the accountant, so that a rush of questions
+# leaves room for the calls that only read.
+THREADS: Final = 96
+ACCOUNTANT_QUEUE: Final = 48
+UPLOADS_AT_ONCE: Final = 2
 MAX_PAGE_SIZE: Final = 1000
 
 
@@ -75,11 +81,20 @@ class Accountant:
     Args:
         places: how many bounds are computed at a time.
         limits: what one of them may take.
-        wait_seconds: how long a request waits for a place before it is told to come back.
+        queue: how many requests may wait for a place; each holds a thread meanwhile.
+        wait_seconds: how long one waits before it is told to come back.
     """
 
-    def __init__(self, places: int, limits: bounds.Limits, *, wait_seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        places: int,
+        limits: bounds.Limits,
+        *,
+        queue: int = ACCOUNTANT_QUEUE,
+        wait_seconds: float = 30.0,
+    ) -> None:
         self._places = threading.BoundedSemaphore(places)
+        self._present = threading.BoundedSemaphore(places + queue)
         self._limits = limits
         self._wait_seconds = wait_seconds
 
@@ -116,14 +131,19 @@ class Accountant:
         """One of the accountant's places.
 
         Raises:
-            ProblemError: accountant_busy, if none came free in time.
+            ProblemError: accountant_busy, if too many wait already or none came free in time.
         """
-        if not self._places.acquire(timeout=self._wait_seconds):
+        if not self._present.acquire(blocking=False):
             raise ProblemError("accountant_busy")
         try:
-            yield
+            if not self._places.acquire(timeout=self._wait_seconds):
+                raise ProblemError("accountant_busy")
+            try:
+                yield
+            finally:
+                self._places.release()
         finally:
-            self._places.release()
+            self._present.release()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -145,10 +165,9 @@ class Service:
     accountant: Accountant
     public_keys: dict[str, Ed25519PublicKey]
     celery: Celery
-    # Reading an upload holds its pixels in memory, so few are read at a time.
-    uploads: threading.BoundedSemaphore = field(
-        default_factory=lambda: threading.BoundedSemaphore(2)
-    )
+    # Reading an upload holds its pixels in memory, so few are read at a time. The others wait on
+    # the event loop, where waiting takes no thread.
+    uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UPLOADS_AT_ONCE))
 
     def send(self, job_id: str) -> bool:
         """Hands a committed job's id to the broker; False leaves it to the sweeper."""

@@ -161,7 +161,7 @@ async def create_snapshot(
             return dict(owned_dataset(session, caller, dataset_id, "owner").facts)
 
     facts = await run_in_threadpool(facts_of_dataset)
-    async with uploads.receive(request, service.settings) as parts:
+    async with uploads.receive(request, service.settings) as parts, service.uploads:
         row = await run_in_threadpool(_store, service, dataset_id, facts, parts)
     return {"id": row.id, "created_at": rfc3339(row.created_at)}
 
@@ -170,10 +170,9 @@ def _store(
     service: Service, dataset_id: str, facts: dict[str, Any], parts: uploads.Parts
 ) -> SnapshotRow:
     """Reads an upload and keeps it as a snapshot: the file first, then its row."""
-    with service.uploads:
-        records = parse_upload(parts, facts, Limits.of(service.settings))
-        written = write_snapshot(service.settings, service.sealer, facts=facts, records=records)
-        del records
+    records = parse_upload(parts, facts, Limits.of(service.settings))
+    written = write_snapshot(service.settings, service.sealer, facts=facts, records=records)
+    del records
     row = _snapshot_row(dataset_id, written)
     try:
         with service.database.write() as session:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -166,6 +168,14 @@ def test_a_foreign_object_is_404_exactly_as_an_unknown_one(
     foreign = assert_problem(call(world.stranger, route, **ids), 404, "not_found")
     unknown = assert_problem(call(world.stranger, route), 404, "not_found")
     assert foreign == unknown
+
+
+def test_the_documentation_names_every_route() -> None:
+    text = (Path(__file__).parent.parent.parent / "docs" / "api.md").read_text()
+    for method, path in ROUTES:
+        shown = path.replace("{dataset_id}", "{id}").replace("{job_id}", "{id}")
+        shown = shown.replace("{release_id}", "{id}")
+        assert re.search(rf"`{method} {re.escape(shown)}[`?]", text), (method, path)
 
 
 def test_a_grant_opens_what_it_names_and_nothing_else(world: World) -> None:

@@ -144,6 +144,10 @@ def test_a_full_accountant_says_come_back() -> None:
     with accountant._place(), pytest.raises(ProblemError) as caught:
         accountant.epsilon(Gaussian(1.0), 1e-5)
     assert caught.value.code == "accountant_busy"
+    crowded = Accountant(1, bounds.DEFAULT, queue=0)
+    with crowded._place(), pytest.raises(ProblemError) as caught:
+        crowded.epsilon(Gaussian(1.0), 1e-5)
+    assert caught.value.code == "accountant_busy"
     assert accountant.epsilon(Gaussian(1.0), 1e-5).upper > 0
 
 
