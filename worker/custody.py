@@ -39,6 +39,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from accounting.certificates import key_id
 from accounting.errors import EpsilondError
 from worker.settings import Settings
 
@@ -193,11 +194,6 @@ def load_signing_key(settings: Settings) -> Ed25519PrivateKey:
     if not isinstance(key, Ed25519PrivateKey):
         raise CustodyError("the signing key is not an Ed25519 key")
     return key
-
-
-def key_id(public_key: Ed25519PublicKey) -> str:
-    """The first 16 hexadecimal digits of SHA-256 of the raw public key."""
-    return hashlib.sha256(public_key.public_bytes_raw()).hexdigest()[:16]
 
 
 def public_keys(settings: Settings) -> dict[str, list[dict[str, str]]]:

@@ -51,7 +51,6 @@ class Settings(BaseSettings):
     # The HTTP server
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Port = 8000
-    rate_limit_per_minute: Count = 600
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
     # Jobs

@@ -15,16 +15,13 @@ from fastapi import APIRouter, Header, Request, Response
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from accounting import cumulants, filters, ledger, quotes
-from accounting.bounds import Bracket
+from accounting import bounds, filters, ledger, quotes
 from accounting.canonical import digest
 from accounting.errors import BudgetExhausted, Conflict, NotFound
 from accounting.filters import Budget, Filter, FilterState
 from accounting.mechanisms import (
-    NEIGHBORING_RELATION,
     ClassShare,
     DenoisingBlock,
-    Mechanism,
 )
 from accounting.tables import DatasetRow, JobRow, SnapshotRow
 from api import reports, schemas
@@ -250,7 +247,7 @@ def _largest_that_fits(
 
     def fits(scale: float) -> DenoisingBlock | None:
         smaller = _scaled(mechanism, scale)
-        costs = filters.charge(smaller, family, epsilon_bound=_renyi_bracket)
+        costs = filters.charge(smaller, family, epsilon_bound=bounds.renyi)
         return smaller if filters.admitting(states, costs) else None
 
     best = fits(0.0)
@@ -280,19 +277,6 @@ def _scaled(mechanism: DenoisingBlock, scale: float) -> DenoisingBlock:
             ClassShare(c.label, max(1, int(c.outputs * scale)), c.sampling_probability)
             for c in mechanism.classes
         ),
-    )
-
-
-def _renyi_bracket(mechanism: Mechanism, delta: float) -> Bracket:
-    return Bracket(
-        lower=0.0,
-        upper=cumulants.renyi_epsilon(mechanism, delta),
-        delta=delta,
-        direction="both",
-        method="renyi",
-        error_terms={},
-        neighboring_relation=NEIGHBORING_RELATION,
-        version="1",
     )
 
 

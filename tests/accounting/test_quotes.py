@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from accounting import bounds, cumulants, filters
-from accounting.bounds import Bracket
+from accounting import bounds, filters
 from accounting.errors import InvalidRequest
 from accounting.filters import Budget, Filter
-from accounting.mechanisms import DenoisingBlock, EdmSchedule, Mechanism, mechanism_from_json
+from accounting.mechanisms import DenoisingBlock, EdmSchedule, mechanism_from_json
 from accounting.quotes import JobPlan, drift_ceiling, plan_denoise
 
 CLASSES = [str(digit) for digit in range(10)]
@@ -55,13 +54,7 @@ def plan(
     models: tuple[Model, ...] = (Model(),),
 ) -> JobPlan:
     family: tuple[Filter, ...] = () if budget is None else filters.family(budget)
-    return plan_denoise(spec, facts, budget, family, models, renyi_bracket)
-
-
-def renyi_bracket(mechanism: Mechanism, delta: float) -> Bracket:
-    """A true bracket that costs no subprocess."""
-    upper = cumulants.renyi_epsilon(mechanism, delta)
-    return Bracket(0.0, upper, delta, "both", "renyi", {})
+    return plan_denoise(spec, facts, budget, family, models, bounds.renyi)
 
 
 def test_the_plan_of_an_explicit_preset() -> None:

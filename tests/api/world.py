@@ -26,7 +26,7 @@ from api.app import create_app
 from api.cli import first_admin_key
 from api.deps import now
 from worker.artifacts import ArtifactStore
-from worker.custody import key_id, load_signing_key
+from worker.custody import load_signing_key
 from worker.settings import Settings
 
 JSON = dict[str, Any]
@@ -248,7 +248,7 @@ def release_of(world: World, job_id: str) -> str:
     certificate = certificates.sign(
         certificates.build(
             service_version="0",
-            signing_key_id=key_id(signing_key.public_key()),
+            signing_key_id=certificates.key_id(signing_key.public_key()),
             dataset_id=started.dataset_id,
             snapshot_id=str(started.snapshot_id),
             snapshot_hmac=str(started.snapshot_hmac),

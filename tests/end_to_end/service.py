@@ -34,7 +34,7 @@ def wait_until(what: str, happened: Callable[[], bool], seconds: float) -> None:
     while not happened():
         if time.monotonic() > end:
             raise AssertionError(f"waited {seconds:g} s in vain for {what}")
-        time.sleep(0.1)
+        time.sleep(0.25)
 
 
 def processes_with(*words: str) -> list[int]:

@@ -153,7 +153,7 @@ def test_a_worker_killed_in_the_middle_of_a_job(service: Service) -> None:
             assert job["state"] in {"reserved", "started"}, job
             return bool(job["state"] == "started" and job["progress"]["done"] > 0)
 
-        wait_until("the job to be in its middle", in_the_middle, 180)
+        wait_until("the job to be in its middle", in_the_middle, 300)
         _kill_worker(service, job_id)
         assert parties.job(job_id)["state"] == "started"
         if "worker" in service.processes:
@@ -162,7 +162,7 @@ def test_a_worker_killed_in_the_middle_of_a_job(service: Service) -> None:
         wait_until(
             "the job to be released",
             lambda: parties.job(job_id)["state"] not in {"reserved", "started"},
-            240,
+            400,
         )
         job = parties.job(job_id)
         assert job["state"] == "released", job

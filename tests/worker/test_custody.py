@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accounting.certificates import key_id
 from worker import custody
 from worker.custody import CustodyError, Sealer
 from worker.settings import Settings
@@ -104,7 +105,7 @@ def test_keys_from_the_settings_need_no_file(settings: Settings) -> None:
     assert not (given_keys.keys_folder / "signing.pem").exists()
     sealed = Sealer(b"\x5a" * 32).seal(b"data", b"here")
     assert custody.load_sealer(given_keys).open(sealed, b"here") == b"data"
-    assert list(custody.load_public_keys(given_keys)) == [custody.key_id(key.public_key())]
+    assert list(custody.load_public_keys(given_keys)) == [key_id(key.public_key())]
 
 
 @pytest.mark.parametrize("text", ["not a key", _pem(X25519PrivateKey.generate())])
@@ -123,12 +124,12 @@ def test_earlier_signing_keys_stay_published(settings: Settings) -> None:
     custody.ensure_keys(changed)
     document = custody.public_keys(changed)
     assert {record["key_id"] for record in document["keys"]} == {
-        custody.key_id(first.public_key()),
-        custody.key_id(second.public_key()),
+        key_id(first.public_key()),
+        key_id(second.public_key()),
     }
     keys = custody.parse_public_keys(json.loads(json.dumps(document)))
     message = b"certificate"
-    keys[custody.key_id(first.public_key())].verify(first.sign(message), message)
+    keys[key_id(first.public_key())].verify(first.sign(message), message)
 
 
 def test_a_changed_public_record_is_refused(settings: Settings) -> None:

@@ -14,12 +14,11 @@ import pytest
 import torch
 from sqlalchemy import select
 
-from accounting import bounds, certificates, cumulants, filters, ledger
-from accounting.bounds import Bracket
+from accounting import bounds, certificates, filters, ledger
 from accounting.canonical import digest
 from accounting.errors import LedgerUnavailable
 from accounting.filters import Budget
-from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.mechanisms import mechanism_from_json
 from accounting.quotes import plan_denoise
 from accounting.tables import (
     ChainRow,
@@ -67,10 +66,6 @@ SPEC: dict[str, Any] = {
         "refine_steps": 3,
     },
 }
-
-
-def renyi_bracket(mechanism: Mechanism, delta: float) -> Bracket:
-    return Bracket(0.0, cumulants.renyi_epsilon(mechanism, delta), delta, "both", "renyi", {})
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +138,7 @@ class World:
             session.flush()
             family = ledger.set_budget(session, dataset_id="ds_1", budget=budget, now=now)
         self.plan = plan_denoise(
-            SPEC, FACTS, budget, family, list_models(settings.public_models), renyi_bracket
+            SPEC, FACTS, budget, family, list_models(settings.public_models), bounds.renyi
         )
         with database.write() as session:
             self.job_id = ledger.reserve(
@@ -216,7 +211,7 @@ def test_the_certificate_alone_gives_the_same_bracket(world: World) -> None:
     with world.database.read() as session:
         stated = session.scalars(select(ReleaseRow)).one().certificate
     mechanism = mechanism_from_json(stated["mechanism"])
-    again = renyi_bracket(mechanism, stated["epsilon"]["delta"])
+    again = bounds.renyi(mechanism, stated["epsilon"]["delta"])
     assert again.to_json() == stated["epsilon"]
     # A second accountant agrees that the bound holds.
     assert bounds.epsilon(mechanism, again.delta).lower <= again.upper
