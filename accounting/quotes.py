@@ -110,7 +110,7 @@ _AUTO: Final = _Preset(
     clip_norm=12.5,
     beta=1.0,
     renoise_steps=0,
-    refine_steps=20,
+    refine_steps=10,
 )
 
 
