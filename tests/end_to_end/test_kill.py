@@ -114,7 +114,6 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service]
         database_url = request.getfixturevalue("postgres_url")
         broker_url = request.getfixturevalue("redis_url")
         with installation(home, database_url=database_url, broker_url=broker_url) as made:
-            made.command("init")
             made.start("api", "serve", "--without-worker")
             made.start("worker", "worker")
             made.wait_ready()
