@@ -1,22 +1,21 @@
 """Public training images: labelled digits drawn by this module, 28x28, white on black.
 
-Three sources are mixed.
+Two sources are mixed.
 
-* `strokes`: pen paths written down here as control points for the ways people form each digit
-  (open and closed 4, 7 with a bar, 1 with a flag, a looped 2, ...), then jittered, bent, slanted
-  and drawn with a round pen. This source needs no package beyond NumPy and SciPy.
-* `hershey`: the single-stroke engraving alphabets of Hershey-Fonts, drawn with the same pen.
-* `fonts`: typefaces from rendercv-fonts, pymupdf-fonts and matplotlib, bent and thinned.
+* `hershey`: the engraving alphabets of Hershey-Fonts, polylines drawn with a round pen.
+* `fonts`: typefaces from rendercv-fonts, pymupdf-fonts and matplotlib.
 
-None of them contains digitised handwriting: script, brush and pixel faces are left out by naming
-the faces that are used. A private data set of handwritten digits is therefore disjoint from this
-data by construction, which is what a certificate of the hybrid sampler assumes.
+Both are slanted, bent and given another weight at random. Neither contains handwriting, digitised
+or imitated: the faces that are used are named below, script, brush and pixel typefaces are not
+among them, and the figures of Hershey's script alphabet are slanted roman ones. A private data set
+of handwritten digits is therefore disjoint from this data by construction, which is what a
+certificate of the hybrid sampler assumes.
 
 The frame is the usual one of 28x28 digit sets: the digit's longest side fits a 20x20 box and its
 centre of mass sits at the centre of the image.
 
 Every image depends on `(seed, index, mix)` only, so a set can be rendered in any order or in
-parts. The packages of the last two sources are imported when a glyph needs them.
+parts. The font packages are imported when a glyph needs them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from scipy import ndimage
 
 Floats = NDArray[np.float64]
 Curve = tuple[tuple[float, float], ...]
-"""Control points (x right, y down) in the unit square, to be joined by one smooth curve."""
+"""Corners (x right, y down) of a polyline."""
 
 SIDE: Final = 28
 BOX: Final = 20.0
@@ -60,19 +59,16 @@ class FontPackage:
 
 @dataclass(frozen=True)
 class GlyphMix:
-    """Shares of the three sources, each in [0, 1], adding up to 1."""
+    """Shares of the two sources, each in [0, 1], adding up to 1."""
 
-    strokes: float = 0.8
-    hershey: float = 0.08
-    fonts: float = 0.12
+    hershey: float = 0.25
+    fonts: float = 0.75
 
     def __post_init__(self) -> None:
-        shares = (self.strokes, self.hershey, self.fonts)
+        shares = (self.hershey, self.fonts)
         if min(shares) < 0 or abs(sum(shares) - 1) > 1e-9:
             raise ValueError(f"shares must be at least 0 and add up to 1, got {shares}")
 
-
-STROKES_ONLY: Final = GlyphMix(strokes=1.0, hershey=0.0, fonts=0.0)
 
 _LICENCES: Final = {
     "Hershey-Fonts": "MIT (package); Hershey fonts free to use",
@@ -127,7 +123,7 @@ _MATPLOTLIB_FACES: Final = (
 
 
 def font_packages() -> tuple[FontPackage, ...]:
-    """The distributions that the full mix reads, with their installed versions.
+    """The distributions that the two sources read, with their installed versions.
 
     Raises `GlyphPackageError` if one is missing.
     """
@@ -146,10 +142,7 @@ def render_glyph(label: int, seed: int, index: int, mix: GlyphMix) -> NDArray[np
     if not 0 <= label < len(CLASSES):
         raise ValueError(f"label must be in 0..9, got {label}")
     rng = np.random.default_rng((seed, index))
-    draw = rng.random()
-    if draw < mix.strokes:
-        ink = _draw_pen(_handwritten_path(label, rng), rng)
-    elif draw < mix.strokes + mix.hershey:
+    if rng.random() < mix.hershey:
         ink = _draw_pen(_hershey_path(label, rng), rng)
     else:
         ink = _draw_font(label, rng)
@@ -184,18 +177,6 @@ def render_glyphs(
 # --- pen paths -------------------------------------------------------------------------------
 
 
-def _handwritten_path(label: int, rng: np.random.Generator) -> list[Floats]:
-    curves = _SKELETONS[label](rng)
-    jitter = abs(rng.normal(0.025, 0.012))
-    path = []
-    for curve in curves:
-        points = np.asarray(curve, dtype=np.float64)
-        path.append(_smooth(points + rng.normal(0.0, jitter, points.shape)))
-    _rejoin(curves, path)
-    width = _WIDTHS[label] * math.exp(rng.normal(0.0, 0.2))
-    return _bend(path, rng, width=width, slant=rng.normal(0.12, 0.24), wobble=0.035)
-
-
 def _hershey_path(label: int, rng: np.random.Generator) -> list[Floats]:
     face = _HERSHEY_FACES[rng.integers(len(_HERSHEY_FACES))]
     strokes = [np.asarray(stroke, dtype=np.float64) for stroke in _hershey_strokes(face)[label]]
@@ -220,320 +201,7 @@ def _hershey_strokes(face: str) -> tuple[tuple[Curve, ...], ...]:
     )
 
 
-def _arc(
-    centre: tuple[float, float],
-    radii: tuple[float, float],
-    start: float,
-    sweep: float,
-    count: int,
-    growth: float = 1.0,
-) -> Curve:
-    """Points on an ellipse from `start` degrees over `sweep` (0 right, 90 down, -90 up).
-
-    `growth` is the radius at the end over the radius at the start, which makes a spiral.
-    """
-    points = []
-    for k in range(count):
-        part = k / (count - 1)
-        angle = math.radians(start + sweep * part)
-        scale = 1 + (growth - 1) * part
-        points.append(
-            (
-                centre[0] + scale * radii[0] * math.cos(angle),
-                centre[1] + scale * radii[1] * math.sin(angle),
-            )
-        )
-    return tuple(points)
-
-
-def _zero(rng: np.random.Generator) -> list[Curve]:
-    start = -90 + rng.uniform(-60, 60)
-    turn = rng.choice((-1.0, -1.0, 1.0)) * (360 + rng.uniform(-30, 25))
-    lean = rng.uniform(0.85, 1.1)
-    loop = _arc((0.5, 0.5), (0.5, 0.5), start, turn, 12, growth=lean)
-    if rng.random() < 0.1:
-        # A closing tail that ends inside the loop.
-        return [(*loop, (rng.uniform(0.4, 0.6), rng.uniform(0.1, 0.3)))]
-    return [loop]
-
-
-def _one(rng: np.random.Generator) -> list[Curve]:
-    bow = rng.normal(0.0, 0.03)
-    stem: Curve = ((0.5, 0.0), (0.5 + bow, 0.33), (0.5 + bow, 0.66), (0.5, 1.0))
-    kind = rng.random()
-    if kind < 0.72:
-        return [stem]
-    reach = rng.uniform(0.12, 0.28)
-    flag: Curve = ((0.5 - reach, rng.uniform(0.08, 0.3)), (0.5, 0.0))
-    if kind < 0.92:
-        return [flag, stem]
-    half = rng.uniform(0.15, 0.35)
-    return [flag, stem, ((0.5 - half, 1.0), (0.5 + half, 1.0))]
-
-
-def _two(rng: np.random.Generator) -> list[Curve]:
-    left, top = rng.uniform(0.02, 0.2), rng.uniform(0.12, 0.32)
-    right = rng.uniform(0.75, 0.95)
-    heel = (rng.uniform(0.0, 0.15), rng.uniform(0.88, 1.0))
-    head: Curve = (
-        (left, top),
-        (0.25, rng.uniform(0.03, 0.09)),
-        (0.52, 0.0),
-        (right - 0.06, 0.1),
-        (right, rng.uniform(0.22, 0.34)),
-        (right - 0.2, 0.58),
-        (0.38, 0.8),
-    )
-    end = (rng.uniform(0.85, 1.08), rng.uniform(0.86, 1.04))
-    kind = rng.random()
-    if kind < 0.5:
-        base: Curve = (heel, (0.4, rng.uniform(0.93, 1.0)), (0.7, rng.uniform(0.93, 1.03)), end)
-        return [(*head, heel), base]
-    # The pen turns in a loop at the heel and leaves to the right.
-    low = rng.uniform(0.92, 1.02)
-    loop: Curve = (
-        (0.2, 0.96),
-        (0.04, low),
-        (-0.02, low - rng.uniform(0.1, 0.16)),
-        (0.14, low - rng.uniform(0.14, 0.24)),
-        (0.4, 0.9),
-        (0.7, rng.uniform(0.95, 1.03)),
-        end,
-    )
-    return [(*head, *loop)]
-
-
-def _three(rng: np.random.Generator) -> list[Curve]:
-    waist = (rng.uniform(0.28, 0.52), rng.uniform(0.41, 0.52))
-    right = rng.uniform(0.72, 0.92)
-    belly: Curve = (
-        (0.72, rng.uniform(0.46, 0.54)),
-        (rng.uniform(0.86, 1.0), rng.uniform(0.66, 0.74)),
-        (rng.uniform(0.72, 0.82), 0.92),
-        (0.45, 1.0),
-        (0.18, rng.uniform(0.93, 0.99)),
-        (rng.uniform(-0.02, 0.1), rng.uniform(0.8, 0.93)),
-    )
-    if rng.random() < 0.12:
-        # Flat top: a bar, then a slanted stroke into the belly.
-        return [
-            ((0.08, rng.uniform(0.0, 0.06)), (0.5, 0.02), (0.9, 0.0)),
-            ((0.9, 0.0), (0.66, 0.2), waist),
-            (waist, *belly),
-        ]
-    head: Curve = (
-        (rng.uniform(0.02, 0.16), rng.uniform(0.08, 0.22)),
-        (0.24, 0.04),
-        (0.5, 0.0),
-        (right - 0.06, 0.07),
-        (right, rng.uniform(0.18, 0.26)),
-        (0.66, 0.38),
-    )
-    if rng.random() < 0.7:
-        return [(*head, waist), (waist, *belly)]
-    # A rounded waist: one curve, sometimes with a small loop.
-    dip = rng.uniform(0.0, 0.05)
-    return [(*head, (waist[0], waist[1] - dip), (waist[0], waist[1] + dip), *belly)]
-
-
-def _four(rng: np.random.Generator) -> list[Curve]:
-    bar = rng.uniform(0.48, 0.68)
-    kind = rng.random()
-    stem_x = rng.uniform(0.62, 0.82)
-    if kind < 0.6:
-        # Open: down, along the bar, then a separate stem.
-        left = rng.uniform(0.0, 0.18)
-        corner = (rng.uniform(0.0, 0.12), bar + rng.uniform(-0.06, 0.02))
-        down: Curve = ((left + 0.12, rng.uniform(0.0, 0.12)), (left + 0.03, bar * 0.55), corner)
-        end = (rng.uniform(0.82, 1.05), bar + rng.uniform(-0.1, 0.04))
-        along: Curve = (corner, (0.4, bar + rng.uniform(-0.03, 0.04)), end)
-        stem: Curve = (
-            (stem_x + rng.uniform(0.0, 0.12), rng.uniform(-0.02, 0.16)),
-            (stem_x + 0.02, 0.45),
-            (stem_x + rng.uniform(-0.12, 0.04), 1.0),
-        )
-        if rng.random() < 0.45:
-            # Round corner: the left side and the bar are one curve.
-            return [(down[0], down[1], (corner[0] + 0.05, bar - 0.05), (0.28, bar), end), stem]
-        return [down, along, stem]
-    if kind < 0.85:
-        # Closed: the diagonal starts where the stem starts.
-        top = (stem_x, 0.0)
-        corner = (rng.uniform(0.0, 0.08), bar)
-        end = (rng.uniform(0.88, 1.08), bar + rng.uniform(-0.06, 0.03))
-        return [(top, corner), (corner, end), (top, (stem_x + rng.uniform(-0.08, 0.03), 1.0))]
-    # One pen path: a cup that climbs to the top right and falls as the stem.
-    right = rng.uniform(0.8, 0.95)
-    cup: Curve = (
-        (0.15, rng.uniform(0.0, 0.1)),
-        (0.05, 0.3),
-        (0.2, bar - 0.05),
-        (0.5, bar - 0.08),
-        (right - 0.04, rng.uniform(0.1, 0.25)),
-    )
-    return [cup, (cup[-1], (right - 0.08, 0.5), (right - rng.uniform(0.1, 0.25), 1.0))]
-
-
-def _five(rng: np.random.Generator) -> list[Curve]:
-    left = rng.uniform(0.1, 0.3)
-    neck = (left - rng.uniform(0.0, 0.1), rng.uniform(0.36, 0.5))
-    belly: Curve = (
-        neck,
-        (0.45, neck[1] - rng.uniform(0.0, 0.08)),
-        (0.75, neck[1] + 0.06),
-        (rng.uniform(0.8, 0.95), rng.uniform(0.64, 0.74)),
-        (0.7, 0.92),
-        (0.4, 1.0),
-        (0.15, rng.uniform(0.93, 0.99)),
-        (rng.uniform(-0.02, 0.1), rng.uniform(0.82, 0.92)),
-    )
-    tip = (rng.uniform(0.8, 1.1), rng.uniform(-0.06, 0.08))
-    corner = (left, rng.uniform(0.0, 0.08))
-    kind = rng.random()
-    if kind < 0.65:
-        gap = rng.uniform(-0.05, 0.05)
-        hat: Curve = ((corner[0] + gap, corner[1] + gap), (0.6, 0.03), tip)
-        return [hat, (corner, neck), belly]
-    # One flowing path, corners rounded off.
-    return [(tip, (0.55, 0.03), corner, (neck[0] + 0.02, neck[1] - 0.08), *belly[1:])]
-
-
-def _six(rng: np.random.Generator) -> list[Curve]:
-    top = rng.uniform(0.45, 0.62)
-    right = rng.uniform(0.78, 0.95)
-    start = (rng.uniform(0.5, 0.85), rng.uniform(0.0, 0.06))
-    down: Curve = (
-        start,
-        (0.36, rng.uniform(0.16, 0.26)),
-        (0.13, 0.46),
-        (0.04, 0.7),
-        (0.14, 0.92),
-        (0.42, 1.0),
-        (right - 0.1, 0.93),
-        (right, 0.74),
-        (right - 0.13, top + 0.04),
-        (0.48, top),
-    )
-    close = rng.uniform(0.0, 1.0)
-    if close < 0.75:
-        return [(*down, (0.22, top + 0.1), (rng.uniform(0.05, 0.16), rng.uniform(0.7, 0.82)))]
-    return [(*down, (0.26, top + 0.08))]
-
-
-def _seven(rng: np.random.Generator) -> list[Curve]:
-    corner = (rng.uniform(0.82, 1.0), rng.uniform(-0.02, 0.08))
-    left = (rng.uniform(0.0, 0.12), rng.uniform(0.0, 0.12))
-    foot = (rng.uniform(0.22, 0.55), 1.0)
-    bend = rng.uniform(-0.06, 0.14)
-    middle = ((corner[0] + foot[0]) / 2 + bend * 0.4, 0.5 - bend * 0.4)
-    top: Curve = (left, (0.5, rng.uniform(-0.02, 0.08)), corner)
-    curves: list[Curve]
-    if rng.random() < 0.25:
-        # Rounded shoulder instead of a corner.
-        curves = [(left, (0.45, 0.0), (corner[0] - 0.06, 0.06), middle, foot)]
-    else:
-        curves = [top, (corner, middle, foot)]
-    if rng.random() < 0.2:
-        curves.insert(0, ((left[0], left[1] + rng.uniform(0.08, 0.2)), left))
-    if rng.random() < 0.2:
-        y = rng.uniform(0.42, 0.58)
-        curves.append(
-            ((middle[0] - rng.uniform(0.2, 0.35), y), (middle[0] + rng.uniform(0.18, 0.35), y))
-        )
-    return curves
-
-
-def _eight(rng: np.random.Generator) -> list[Curve]:
-    waist = rng.uniform(0.42, 0.52)
-    small, big = rng.uniform(0.28, 0.42), rng.uniform(0.36, 0.5)
-    if rng.random() < 0.15:
-        upper = _arc((0.5, waist / 2), (small, waist / 2), 90 + rng.uniform(-40, 40), 360, 11)
-        lower = _arc((0.5, (1 + waist) / 2), (big, (1 - waist) / 2), -90, 360, 11)
-        return [upper, lower]
-    # One S-shaped path that crosses itself at the waist, then climbs back to the start.
-    mirror = rng.choice((1.0, 1.0, 1.0, -1.0))
-    gap = rng.uniform(-0.02, 0.14)
-    path = (
-        (small * 0.9, waist * 0.35 + gap * 0.4),
-        (small * 0.6, 0.05),
-        (0.0, 0.0),
-        (-small * 0.8, waist * 0.2),
-        (-small * 0.85, waist * 0.58),
-        (0.0, waist),
-        (big * 0.85, waist + (1 - waist) * 0.3),
-        (big * 0.9, waist + (1 - waist) * 0.68),
-        (0.05, 1.0),
-        (-big * 0.88, waist + (1 - waist) * 0.72),
-        (-big * 0.8, waist + (1 - waist) * 0.34),
-        (0.02, waist - 0.01),
-        (small * 0.75, waist * 0.62),
-        (small * rng.uniform(0.7, 1.05), waist * 0.35 - gap * 0.4),
-    )
-    return [tuple((0.5 + mirror * x, y) for x, y in path)]
-
-
-def _nine(rng: np.random.Generator) -> list[Curve]:
-    bottom = rng.uniform(0.4, 0.54)
-    right = rng.uniform(0.75, 0.92)
-    loop: Curve = (
-        (right - 0.02, rng.uniform(0.12, 0.24)),
-        (rng.uniform(0.5, 0.62), rng.uniform(0.0, 0.04)),
-        (0.24, 0.06),
-        (0.06, bottom * 0.55),
-        (0.16, bottom * 0.92),
-        (0.42, bottom),
-        (right - 0.14, bottom * 0.75),
-        (right, rng.uniform(0.1, 0.22)),
-    )
-    kind = rng.random()
-    if kind < 0.65:
-        foot = (right - rng.uniform(-0.02, 0.3), 1.0)
-        tail: Curve = (loop[-1], ((right + foot[0]) / 2 + 0.03, 0.55), foot)
-        return [loop, tail]
-    hook: Curve = (
-        loop[-1],
-        (right + 0.01, 0.5),
-        (right - 0.1, 0.85),
-        (rng.uniform(0.4, 0.55), 1.0),
-        (rng.uniform(0.08, 0.25), rng.uniform(0.86, 0.96)),
-    )
-    return [loop, hook]
-
-
-_SKELETONS: Final[tuple[Callable[[np.random.Generator], list[Curve]], ...]] = (
-    _zero,
-    _one,
-    _two,
-    _three,
-    _four,
-    _five,
-    _six,
-    _seven,
-    _eight,
-    _nine,
-)
-
-# Typical width over height of each digit as people write it.
-_WIDTHS: Final = (0.75, 0.7, 0.8, 0.66, 0.74, 0.72, 0.6, 0.68, 0.64, 0.6)
-
-
 # --- geometry --------------------------------------------------------------------------------
-
-
-def _smooth(points: Floats, per_span: int = 4) -> Floats:
-    """Catmull-Rom curve through control points [n, 2]; two points stay a straight line."""
-    if len(points) == 2:
-        return _densify(points)
-    padded = np.concatenate([2 * points[:1] - points[1:2], points, 2 * points[-1:] - points[-2:-1]])
-    p0, p1, p2, p3 = (padded[k : len(padded) - 3 + k, None, :] for k in range(4))
-    u = np.linspace(0.0, 1.0, per_span, endpoint=False)[None, :, None]
-    curve = 0.5 * (
-        2 * p1
-        + (p2 - p0) * u
-        + (2 * p0 - 5 * p1 + 4 * p2 - p3) * u**2
-        + (3 * p1 - p0 - 3 * p2 + p3) * u**3
-    )
-    return np.concatenate([curve.reshape(-1, 2), points[-1:]])
 
 
 def _densify(points: Floats, step: float = 0.08) -> Floats:
@@ -545,28 +213,14 @@ def _densify(points: Floats, step: float = 0.08) -> Floats:
     return np.concatenate([*parts, points[-1:]])
 
 
-def _rejoin(curves: Sequence[Curve], path: list[Floats]) -> None:
-    """Moves the start of a curve back onto the previous one's end where they were one point."""
-    for k in range(1, len(curves)):
-        if curves[k][0] == curves[k - 1][-1]:
-            path[k] = (
-                path[k]
-                + (path[k - 1][-1] - path[k][0]) * np.linspace(1.0, 0.0, len(path[k]))[:, None]
-            )
-
-
 def _bend(
-    path: Sequence[Floats],
-    rng: np.random.Generator,
-    width: float,
-    slant: float,
-    wobble: float = 0.025,
+    path: Sequence[Floats], rng: np.random.Generator, width: float, slant: float
 ) -> list[Floats]:
     """Bends by smooth random waves, then applies width, slant and a small rotation."""
     # Waves of half a period to one period over the digit: local proportions change, strokes do
     # not shake.
     phases = rng.uniform(0, 2 * math.pi, (2, 3))
-    sizes = rng.normal(0.0, wobble, (2, 3))
+    sizes = rng.normal(0.0, 0.025, (2, 3))
     turn = rng.normal(0.0, 0.1)
     cosine, sine = math.cos(turn), math.sin(turn)
     bent = []
@@ -724,4 +378,4 @@ def _installed_version(distribution: str) -> str:
 
 
 def _missing(distribution: str) -> str:
-    return f"{distribution} is not installed: install the `glyphs` extra, or render STROKES_ONLY"
+    return f"{distribution} is not installed: install the `glyphs` extra"

@@ -1,9 +1,9 @@
 """Trains the public digit denoiser and writes its folder.
 
-    python -m models.train_public --out models/public/glyphs-28 --seed 0 --steps 6000
+    python -m models.train_public --out models/public/glyphs-28
 
-Only rendered glyphs are used (`models.glyphs`); no private or handwritten record is read. The
-weights depend on the arguments, the package versions and floating-point order (thread count and
+Only rendered font glyphs are used (`models.glyphs`); no private record and no handwriting is read.
+The weights depend on the arguments, the package versions and floating-point order (thread count and
 processor), not on how often training was stopped: each step draws its batch and noise from a
 generator seeded by (seed, step), and the checkpoint holds the whole optimiser state. With
 `--minutes`, training stops early at a checkpoint; the same command goes on from it.
@@ -37,7 +37,7 @@ from models.denoisers import (
     TrainingPackage,
     save_public_denoiser,
 )
-from models.glyphs import CLASSES, SIDE, STROKES_ONLY, GlyphMix, font_packages, render_glyphs
+from models.glyphs import CLASSES, SIDE, GlyphMix, font_packages, render_glyphs
 from models.handoff import heun
 from models.schedules import refinement_levels
 
@@ -223,7 +223,6 @@ def load_glyphs(settings: Settings, work: Path) -> tuple[Tensor, Tensor]:
 def write_results(trainer: Trainer, out: Path) -> PublicModelCard:
     """Writes the weights, the card, `loss.csv` and `loss.png` to `out`."""
     settings = trainer.settings
-    packages = () if settings.mix == STROKES_ONLY else font_packages()
     card = PublicModelCard(
         name="glyphs-28",
         shape=(SIDE, SIDE, 1),
@@ -232,14 +231,14 @@ def write_results(trainer: Trainer, out: Path) -> PublicModelCard:
         sigma_data=trainer.sigma_data,
         training_data=TrainingData(
             description=(
-                "Digits rendered by models/glyphs.py from pen paths written in that module, "
-                "Hershey single-stroke alphabets and typefaces. No handwriting and no scanned "
-                "or collected image."
+                "Digits of Hershey vector alphabets and of typefaces, rendered by "
+                "models/glyphs.py: slanted, bent and given another weight at random. No "
+                "handwriting, digitised or imitated, and no scanned or collected image."
             ),
             count=settings.glyphs,
             seed=settings.seed,
             mix=asdict(settings.mix),
-            packages=tuple(TrainingPackage(**asdict(package)) for package in packages),
+            packages=tuple(TrainingPackage(**asdict(package)) for package in font_packages()),
         ),
         licence="Apache-2.0",
         weights=WEIGHTS_FILE,
@@ -298,11 +297,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the finished model")
     parser.add_argument("--work", type=Path, default=Path("build/glyphs-28"), help="checkpoints")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=6000, help="length of training")
+    parser.add_argument("--steps", type=int, default=4000, help="length of training")
     parser.add_argument("--glyphs", type=int, default=60_000, help="training images")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop early, go on later")
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for its default")
-    parser.add_argument("--strokes-only", action="store_true", help="use no font package")
     arguments = parser.parse_args(argv)
     if arguments.threads > 0:
         torch.set_num_threads(arguments.threads)
@@ -310,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=arguments.seed,
         steps=arguments.steps,
         glyphs=arguments.glyphs,
-        mix=STROKES_ONLY if arguments.strokes_only else GlyphMix(),
+        mix=GlyphMix(),
         network=NetworkConfig(),
     )
     work: Path = arguments.work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from numpy.typing import NDArray
 from models import glyphs
 from models.glyphs import (
     SIDE,
-    STROKES_ONLY,
     GlyphMix,
     GlyphPackageError,
     font_packages,
@@ -20,24 +20,13 @@ from models.glyphs import (
     render_glyphs,
 )
 
-
-def _packages_installed() -> bool:
-    try:
-        font_packages()
-    except GlyphPackageError:
-        return False
-    return True
+HERSHEY_ONLY = GlyphMix(hershey=1.0, fonts=0.0)
+FONTS_ONLY = GlyphMix(hershey=0.0, fonts=1.0)
 
 
-# Without the font packages the same checks run on the strokes, which need none.
-MIXES = (
-    [STROKES_ONLY, GlyphMix(), GlyphMix(0.0, 1.0, 0.0), GlyphMix(0.0, 0.0, 1.0)]
-    if _packages_installed()
-    else [STROKES_ONLY]
+@pytest.fixture(
+    params=[GlyphMix(), HERSHEY_ONLY, FONTS_ONLY], ids=lambda mix: f"{mix.hershey}-{mix.fonts}"
 )
-
-
-@pytest.fixture(params=MIXES, ids=lambda mix: f"{mix.strokes}-{mix.hershey}-{mix.fonts}")
 def mix(request: pytest.FixtureRequest) -> GlyphMix:
     chosen: GlyphMix = request.param
     return chosen
@@ -74,15 +63,15 @@ def test_images_have_the_stated_frame(mix: GlyphMix) -> None:
 
 def test_classes_can_be_told_apart() -> None:
     """The nearest class mean of a first half names most of a second half."""
-    images, labels = render_glyphs(1000, seed=2, mix=STROKES_ONLY)
-    pixels: NDArray[np.float64] = images.reshape(1000, -1).astype(np.float64)
-    means = np.stack([pixels[:500][labels[:500] == k].mean(axis=0) for k in range(10)])
-    distance = ((pixels[500:, None, :] - means) ** 2).sum(axis=2)
-    assert (distance.argmin(axis=1) == labels[500:]).mean() > 0.7
+    images, labels = render_glyphs(600, seed=2, mix=GlyphMix())
+    pixels: NDArray[np.float64] = images.reshape(600, -1).astype(np.float64)
+    means = np.stack([pixels[:300][labels[:300] == k].mean(axis=0) for k in range(10)])
+    distance = ((pixels[300:, None, :] - means) ** 2).sum(axis=2)
+    assert (distance.argmin(axis=1) == labels[300:]).mean() > 0.7
 
 
 def test_images_of_a_class_differ() -> None:
-    images, labels = render_glyphs(300, seed=3, mix=STROKES_ONLY)
+    images, labels = render_glyphs(300, seed=3, mix=GlyphMix())
     for k in range(10):
         spread = images[labels == k].astype(np.float64).std(axis=0)
         assert spread.max() > 60
@@ -90,13 +79,13 @@ def test_images_of_a_class_differ() -> None:
 
 def test_progress_reaches_the_end() -> None:
     seen: list[int] = []
-    render_glyphs(20, seed=0, mix=STROKES_ONLY, progress=seen.append)
+    render_glyphs(20, seed=0, mix=GlyphMix(), progress=seen.append)
     assert seen[-1] == 20
     assert seen == sorted(seen)
 
 
-@pytest.mark.parametrize("shares", [(0.5, 0.5, 0.5), (1.2, -0.2, 0.0)])
-def test_shares_must_be_a_distribution(shares: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize("shares", [(0.5, 0.6), (1.2, -0.2)])
+def test_shares_must_be_a_distribution(shares: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="add up to 1"):
         GlyphMix(*shares)
 
@@ -104,26 +93,46 @@ def test_shares_must_be_a_distribution(shares: tuple[float, float, float]) -> No
 @pytest.mark.parametrize("label", [-1, 10])
 def test_an_unknown_label_is_refused(label: int) -> None:
     with pytest.raises(ValueError, match="label"):
-        render_glyph(label, seed=0, index=0, mix=STROKES_ONLY)
+        render_glyph(label, seed=0, index=0, mix=GlyphMix())
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "distribution", "mix"),
+    [
+        ("HersheyFonts", "Hershey-Fonts", HERSHEY_ONLY),
+        ("rendercv_fonts", "rendercv-fonts", FONTS_ONLY),
+        ("pymupdf_fonts", "pymupdf-fonts", FONTS_ONLY),
+        ("matplotlib", "matplotlib", FONTS_ONLY),
+    ],
+)
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, module: str, distribution: str, mix: GlyphMix
+) -> None:
     real = importlib.import_module
 
-    def without_fonts(name: str, package: str | None = None) -> Any:
-        if name == "HersheyFonts":
+    def without(name: str, package: str | None = None) -> Any:
+        if name.partition(".")[0] == module:
             raise ImportError(name)
         return real(name, package)
 
-    monkeypatch.setattr(importlib, "import_module", without_fonts)
-    glyphs._hershey_strokes.cache_clear()
-    with pytest.raises(GlyphPackageError, match=r"Hershey-Fonts.*glyphs"):
-        render_glyph(3, seed=0, index=0, mix=GlyphMix(0.0, 1.0, 0.0))
+    monkeypatch.setattr(importlib, "import_module", without)
+    for kept in (glyphs._hershey_strokes, glyphs._font_mask, glyphs._font_file):
+        kept.cache_clear()
+    with pytest.raises(GlyphPackageError, match=f"{distribution} is not installed.*`glyphs`"):
+        render_glyphs(200, seed=0, mix=mix)
 
 
-def test_strokes_need_no_font_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, package: str | None = None) -> Any:
-        raise ImportError(name)
+def test_the_card_cannot_leave_out_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [package.name for package in font_packages()] == [
+        "Hershey-Fonts",
+        "rendercv-fonts",
+        "pymupdf-fonts",
+        "matplotlib",
+    ]
 
-    monkeypatch.setattr(importlib, "import_module", refuse)
-    assert render_glyph(8, seed=0, index=0, mix=STROKES_ONLY).max() > 200
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(GlyphPackageError, match=r"not installed.*`glyphs`"):
+        font_packages()
