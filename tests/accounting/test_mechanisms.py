@@ -493,3 +493,15 @@ def test_what_is_charged_carries_what_the_code_reads(obj: dict[str, Any], field:
 )
 def test_complete_mechanisms_may_be_charged(obj: dict[str, Any]) -> None:
     require_chargeable(mechanism_from_json(obj))
+
+
+@pytest.mark.parametrize(("clip_norm", "beta"), [(1e-100, 1e100), (1e100, 1e-100)])
+def test_a_block_whose_parameter_leaves_double_precision_is_refused(
+    clip_norm: float, beta: float
+) -> None:
+    """Its square would underflow to no loss at all, or overflow."""
+    with pytest.raises(InvalidMechanism) as refused:
+        DenoisingBlock(
+            EdmSchedule(), 20, clip_norm, beta, subsample_size=3, public_size=100, outputs=1
+        )
+    assert refused.value.field == "clip_norm"

@@ -338,7 +338,7 @@ def test_a_non_finite_record_leaves_the_rest_of_its_unit() -> None:
 
 @pytest.mark.parametrize("weight", ["uniform", "centred", "density"])
 @pytest.mark.parametrize("size", [5e-324, 1e-300, 1e-160, 1e160, 1.7e308])
-@pytest.mark.parametrize("clip_norm", [1e-100, 1.25, 1e100])
+@pytest.mark.parametrize("clip_norm", [1e-90, 1.25, 1e90])
 def test_extreme_magnitudes_stay_finite(weight: str, size: float, clip_norm: float) -> None:
     block = make_block(weight=weight, clip_norm=clip_norm)
     records = np.random.default_rng(3).choice([-1.0, 0.0, 1.0], (20, D)) * size
@@ -419,7 +419,7 @@ def test_a_class_without_units_is_drawn_like_any_other() -> None:
 
 def test_a_centre_for_each_class() -> None:
     """At clip norm tiny, what is left of E is the class's own centre."""
-    block = make_block(classes=CLASSES, outputs=None, public_size=None, clip_norm=1e-100)
+    block = make_block(classes=CLASSES, outputs=None, public_size=None, clip_norm=1e-90)
     records, labels = make_records(40), np.arange(40) % 8
     zero = run(block, records, labels, centre=np.zeros(D)).x
     centres = {3: np.full(D, 1.0), 0: np.full((2, 3), -2.0), 7: np.zeros(D), 99: np.ones(1)}
