@@ -20,6 +20,7 @@ from accounting.mechanisms import (
     ApproximateDP,
     ApproximateDPTerm,
     DenoisingBlock,
+    EdmSchedule,
     GaussianTerm,
     dominating_terms,
     mechanism_digest,
