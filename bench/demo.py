@@ -61,7 +61,7 @@ SPEC: Final[dict[str, Any]] = {
 }
 READY_SECONDS: Final = 120.0
 
-say = Console(highlight=False)
+say = Console(highlight=False, soft_wrap=True)
 
 
 class DemoFailed(Exception):
@@ -189,7 +189,7 @@ def privacy_curve(client: Client, certificate: dict[str, Any], target: Path) -> 
         axes.plot(x, y, style, color="#1f5fa8", label=f"{end} bound")
     axes.plot([upper], [stated["delta"]], "o", color="#c0392b", label="the certificate")
     axes.set_yscale("log")
-    axes.set_ylim(1e-12, 1)
+    axes.set_xlim(0, x[-1])
     axes.set_xlabel("ε")
     axes.set_ylabel("δ")
     axes.set_title("What the batch of 500 digits costs: δ(ε)")
@@ -253,7 +253,7 @@ def register(owner: Client, images: Images, labels: Labels, requester: str) -> s
     owner.grant(dataset, requester, ["quote", "request"])
     say.print(
         f"[bold]Registered[/bold]  {PRIVATE:,} real digits, "
-        "with a budget of ε = 6 at δ = 1e-5 for one release"
+        "budget ε = 6 at δ = 1e-5 for one release"
     )
     return dataset
 
@@ -263,8 +263,8 @@ def order(requester: Client, dataset: str, paths: Paths) -> dict[str, Any]:
     stated, charge = quote["certificate_epsilon"], quote["charge"]
     say.print(
         f"[bold]Quoted[/bold]      500 digits: ε ≤ {stated['upper']:.3f} "
-        f"at δ = {stated['delta']:g}; "
-        f"the ledger would be charged ε = {charge['epsilon']:.3f} at δ = {charge['delta']:g}"
+        f"at δ = {stated['delta']:g} (the certificate)\n"
+        f"            charge: ε = {charge['epsilon']:.3f} at δ = {charge['delta']:g} (the ledger)"
     )
     job = requester.create_job(dataset, SPEC)
     columns = (
@@ -300,8 +300,8 @@ def check_books(
         raise DemoFailed("the downloaded batch is not the certificate's")
     block = mechanism_from_json(certificate["mechanism"])
     say.print(
-        f"[bold]Verified[/bold]    signature, bound recomputed from the {block.kind} alone, "
-        f"batch digest, and {books['rows']} ledger rows"
+        f"[bold]Verified[/bold]    signature, batch digest, bound recomputed from the {block.kind} "
+        f"alone, and {books['rows']} ledger rows"
     )
 
 
@@ -329,7 +329,13 @@ def one_too_many(requester: Client, dataset: str) -> None:
     try:
         requester.create_job(dataset, SPEC, order="one too many")
     except BudgetExhausted as refusal:
-        say.print(f"[bold]Refused[/bold]     a second batch. {refusal.problem['detail']}")
+        say.print("[bold]Refused[/bold]     a second batch: no filter of the budget admits it")
+        for asked, left in zip(refusal.requested, refusal.remaining, strict=True):
+            rule = "basic composition" if left["order"] == "inf" else f"Rényi order {left['order']}"
+            say.print(
+                f"              {rule}: asked ε = {asked['epsilon']:.3f}, δ = {asked['delta']:g}; "
+                f"left ε = {left['epsilon']:.3f}, δ = {left['delta']:g}"
+            )
         return
     raise DemoFailed("a second batch was admitted beyond the budget")
 
