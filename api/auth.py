@@ -52,6 +52,7 @@ ACCESS: Final[Mapping[tuple[str, str], Access]] = {
     ("GET", "/readyz"): PUBLIC,
     ("GET", "/.well-known/epsilond-keys.json"): PUBLIC,
     ("GET", "/openapi.json"): PUBLIC,
+    ("GET", "/"): PUBLIC,
     ("GET", "/docs"): PUBLIC,
     ("GET", "/problems"): PUBLIC,
     ("GET", "/problems/{slug}"): PUBLIC,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 
 from accounting.errors import NotFound
 from api import schemas
@@ -126,6 +126,12 @@ def get_openapi(request: Request) -> JSONResponse:
     """The description of this API, for machines."""
     document: dict[str, Any] = request.app.openapi()
     return JSONResponse(document)
+
+
+@router.get("/", operation_id="get_root", include_in_schema=False)
+def get_root() -> RedirectResponse:
+    """Where somebody who opens the address in a browser finds out what this is."""
+    return RedirectResponse("/docs")
 
 
 @router.get("/docs", operation_id="get_docs", include_in_schema=False)

@@ -90,6 +90,7 @@ def test_only_these_routes_are_open() -> None:
         "/readyz",
         "/.well-known/epsilond-keys.json",
         "/openapi.json",
+        "/",
         "/docs",
         "/problems",
         "/problems/{slug}",

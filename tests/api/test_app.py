@@ -134,6 +134,12 @@ def test_the_pages_load_nothing_from_elsewhere(calm: World) -> None:
         assert f"id='{operation}'" in text
 
 
+def test_the_bare_address_leads_to_the_pages(calm: World) -> None:
+    answer = calm.nobody.get("/")
+    assert answer.status_code == 307
+    assert answer.headers["location"] == "/docs"
+
+
 # --------------------------------------------------------------------------------------------------
 # Health
 # --------------------------------------------------------------------------------------------------
