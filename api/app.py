@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib import metadata
 from typing import Any, Final
 
 from anyio.to_thread import current_default_thread_limiter
@@ -26,7 +25,7 @@ from accounting.bounds import Limits
 from accounting.errors import LedgerUnavailable
 from accounting.tables import Database
 from api import deps, problems
-from api.auth import ACCESS
+from api.auth import ACCESS, admin_key_exists
 from api.bodies import CloseUnread
 from api.routes import accounting, admin, datasets, jobs, ledger, releases, service
 from api.schemas import Problem
@@ -34,7 +33,7 @@ from api.sweeper import Sweeper
 from worker.app import make_celery
 from worker.artifacts import ArtifactStore
 from worker.custody import ensure_keys, load_public_keys, load_sealer
-from worker.settings import Settings, get_settings
+from worker.settings import Settings, get_settings, service_version
 from worker.uploads import clear_stale_uploads
 
 log = logging.getLogger("epsilond.api")
@@ -80,7 +79,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     app = FastAPI(
         title="epsilond",
-        version=_version(),
+        version=service_version(),
         description="Privacy accounting, and synthetic batches charged to a ledger.",
         # Served by routes of our own: these would be open without an entry in the access table,
         # and the stock page loads its scripts from elsewhere.
@@ -100,13 +99,6 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     return app
 
 
-def _version() -> str:
-    try:
-        return metadata.version("epsilond")
-    except metadata.PackageNotFoundError:
-        return "0+source"  # run from a source tree that was never installed
-
-
 def _open(settings: Settings) -> deps.Service:
     """Everything a service needs, made where it is missing."""
     ensure_keys(settings)
@@ -122,7 +114,7 @@ def _open(settings: Settings) -> deps.Service:
         celery=make_celery(settings),
     )
     try:
-        _bring_tables(service.database)
+        bring_tables(service.database)
     except LedgerUnavailable:
         # /readyz says so until it answers; meanwhile every call is refused with 503.
         log.warning("the database does not answer yet")
@@ -132,12 +124,21 @@ def _open(settings: Settings) -> deps.Service:
     return service
 
 
-def _bring_tables(database: Database) -> None:
+def bring_tables(database: Database) -> None:
+    """Brings SQLite to this version; refuses another database that is not there yet.
+
+    Raises:
+        RuntimeError: PostgreSQL is at another revision.
+        LedgerUnavailable: the database does not answer.
+    """
     if database.is_sqlite:
         database.upgrade()
     elif not database.revision_ok():
         # Several processes share it, so an operator says when it changes.
         raise RuntimeError("the database is not at this version: run `epsilond migrate`")
+    with database.read() as session:
+        if not admin_key_exists(session):
+            log.warning("nobody can call this service yet: `epsilond init` makes the first key")
 
 
 # --------------------------------------------------------------------------------------------------

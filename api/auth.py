@@ -90,6 +90,11 @@ ACCESS: Final[Mapping[tuple[str, str], Access]] = {
 }
 
 
+def admin_key_exists(session: Session) -> bool:
+    """Whether an admin key was ever made; then ``epsilond init`` makes no other."""
+    return any("admin" in scopes for scopes in session.scalars(select(KeyRow.scopes)))
+
+
 @dataclass(frozen=True)
 class Principal:
     """The caller: a key, its organisation and its scopes."""

@@ -25,7 +25,6 @@ from typing import Any, Final
 import httpx
 import uvicorn
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 
 from accounting import bounds, certificates, chain
@@ -33,7 +32,7 @@ from accounting.errors import EpsilondError, InvalidRequest, NotFound
 from accounting.mechanisms import Mechanism, mechanism_from_json
 from accounting.tables import Database, DatasetRow, KeyRow, OrganisationRow
 from api.app import create_app
-from api.auth import key_sha256, new_key
+from api.auth import admin_key_exists, key_sha256, new_key
 from api.bodies import MAX_JSON_BYTES, strict_json
 from api.deps import new_id, now
 from api.problems import problem_body
@@ -145,9 +144,8 @@ def first_admin_key(database: Database) -> str | None:
     made = now()
     try:
         with database.write() as session:
-            for row in session.scalars(select(KeyRow)):
-                if "admin" in row.scopes:
-                    return None
+            if admin_key_exists(session):
+                return None
             operator = OrganisationRow(id=new_id("org"), name=OPERATOR, created_at=made)
             session.add(operator)
             session.flush()

@@ -28,7 +28,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -49,7 +48,7 @@ from models.schedules import refinement_levels
 from worker.artifacts import ArtifactStore
 from worker.catalogue import get_model
 from worker.custody import Sealer, load_sealer, load_signing_key
-from worker.settings import Settings, get_settings
+from worker.settings import Settings, get_settings, service_version
 from worker.snapshots import Records, read_snapshot
 
 _log = logging.getLogger("epsilond.jobs")
@@ -302,7 +301,7 @@ def _release(
     signing_key = load_signing_key(settings)
     certificate = certificates.sign(
         certificates.build(
-            service_version=version("epsilond"),
+            service_version=service_version(),
             signing_key_id=certificates.key_id(signing_key.public_key()),
             dataset_id=started.dataset_id,
             snapshot_id=cast(str, started.snapshot_id),

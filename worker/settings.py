@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 from urllib.parse import quote
@@ -153,6 +154,14 @@ class Settings(BaseSettings):
 
 def _as_text(value: Any) -> str:
     return str(value.get_secret_value() if isinstance(value, SecretStr) else value)
+
+
+def service_version() -> str:
+    """The installed version, as certificates and the API's description state it."""
+    try:
+        return metadata.version("epsilond")
+    except metadata.PackageNotFoundError:
+        return "0+source"  # run from a source tree that was never installed
 
 
 @lru_cache(maxsize=1)

@@ -18,7 +18,9 @@ import pytest
 
 from accounting import bounds
 from accounting.mechanisms import mechanism_from_json
-from api.cli import NOT_OK, PROBLEM, main
+from accounting.tables import Database
+from api.app import bring_tables
+from api.cli import NOT_OK, PROBLEM, first_admin_key, main
 from tests.api.world import World, release_of
 from worker.settings import Settings, get_settings
 
@@ -162,3 +164,18 @@ def test_serve_runs_until_it_is_told_to_stop(settings: Settings, options: tuple[
     assert process.returncode == 0
     assert "Traceback" not in log
     assert '"route": "/readyz"' in log
+
+
+def test_a_service_that_nobody_can_call_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    database = Database(f"sqlite:///{tmp_path}/ledger.db")
+    try:
+        bring_tables(database)
+        assert "epsilond init" in caplog.text
+        caplog.clear()
+        assert first_admin_key(database) is not None
+        bring_tables(database)
+        assert caplog.text == ""
+    finally:
+        database.dispose()
