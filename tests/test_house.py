@@ -8,7 +8,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+from worker.settings import Settings
+
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = [str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md")]
 
 
 def _project() -> dict[str, object]:
@@ -73,3 +76,19 @@ def test_the_words_of_the_project_name_no_machine() -> None:
         content = path.read_bytes()
         for word in words:
             assert word not in content, f"{name} holds {word!r}"
+
+
+def test_every_setting_that_is_named_somewhere_exists() -> None:
+    named: set[str] = set()
+    for name in ("docker-compose.yml", "Dockerfile", "README.md", *sorted(DOCS)):
+        named |= set(re.findall(r"\bEPSILOND_([A-Z_]+)\b", (ROOT / name).read_text()))
+    assert {"DATABASE_URL", "BROKER_URL", "HOME"} <= named
+    assert {name.lower() for name in named} <= set(Settings.model_fields)
+
+
+def test_the_links_of_the_pages_lead_somewhere() -> None:
+    for name in ("README.md", *sorted(DOCS)):
+        page = ROOT / name
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if not target.startswith(("http:", "https:")):
+                assert (page.parent / target).exists(), f"{name} links to {target}"
