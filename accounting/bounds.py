@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ VERSION: Final = "1"  # of the numbers: it changes when an answer may
 CACHE_SIZE: Final = 4096
 MAX_EPSILON: Final = 1e6
 MAX_POINTS: Final = 1000
+_LEAST_SECONDS: Final = 1e-3
 
 Direction = Literal["remove", "add", "both"]
 T = TypeVar("T")
@@ -57,6 +59,18 @@ class Limits:
 
 
 DEFAULT: Final = Limits()
+
+
+class _Deadline:
+    """The limits that a question with several parts has left: its seconds are for the whole."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._end = time.monotonic() + limits.seconds
+
+    def limits(self) -> Limits:
+        left = max(self._end - time.monotonic(), _LEAST_SECONDS)
+        return replace(self._limits, seconds=min(left, self._limits.seconds))
 
 
 @dataclass(frozen=True)
@@ -129,7 +143,8 @@ def epsilon(m: Mechanism, delta: float, *, limits: Limits = DEFAULT) -> Bracket:
     delta = _check_delta(delta)
 
     def compute() -> tuple[Bracket, bool]:
-        answers = [_epsilon(terms, delta, limits) for terms in dominating_terms(m)]
+        left = _Deadline(limits)
+        answers = [_epsilon(terms, delta, left.limits()) for terms in dominating_terms(m)]
         worst = max((a for a, _ in answers), key=lambda b: b.upper)
         lower = max(a.lower for a, _ in answers)
         return replace(worst, lower=lower), all(final for _, final in answers)
@@ -160,7 +175,8 @@ def profile(
     points = tuple(_check_epsilon(e) for e in epsilons)
 
     def compute() -> tuple[list[DeltaBracket], bool]:
-        answers = [_profile(terms, points, limits) for terms in dominating_terms(m)]
+        left = _Deadline(limits)
+        answers = [_profile(terms, points, left.limits()) for terms in dominating_terms(m)]
         out = []
         for column in zip(*(brackets for brackets, _ in answers), strict=True):
             worst = max(column, key=lambda b: b.upper)

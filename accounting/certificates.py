@@ -77,8 +77,9 @@ class CertificateCheck:
     Attributes:
         signature_ok: a known key of the service signed exactly this text.
         mechanism_ok: the mechanism can be read, may be charged for, and states the relation.
-        bound_ok: the stated bracket can be true: it meets the recomputed one. None if it was not
-            recomputed, or no accountant answered. An upper below the recomputed lower is false.
+        bound_ok: the stated upper end is at least the recomputed one, which proves it. False if
+            the recomputation refutes the bracket; None if it was not recomputed, no accountant
+            answered, or the stated upper end lies inside the recomputed bracket: not confirmed.
         bracket_same: the recomputed bracket is the stated one. None as for ``bound_ok``.
         recomputed: the bracket from the mechanism alone.
         problems: one sentence each, for people.
@@ -225,14 +226,17 @@ def verify(
             problems.append(f"The bound is of no question: {error.detail}.")
         if recomputed is not None:
             same = _same(lower, recomputed.lower) and _same(upper, recomputed.upper)
-            bound_ok = not (
-                _clearly_below(upper, recomputed.lower) or _clearly_below(recomputed.upper, lower)
+            found = (
+                f"at delta {delta:g} epsilon lies in [{recomputed.lower:g}, {recomputed.upper:g}]"
             )
-            if not bound_ok:
-                problems.append(
-                    f"The stated bracket [{lower:g}, {upper:g}] is false: at delta {delta:g} "
-                    f"epsilon lies in [{recomputed.lower:g}, {recomputed.upper:g}]."
-                )
+            if _clearly_below(upper, recomputed.lower) or _clearly_below(recomputed.upper, lower):
+                bound_ok = False
+                problems.append(f"The stated bracket [{lower:g}, {upper:g}] is false: {found}.")
+            elif _clearly_below(upper, recomputed.upper):
+                # Not refuted, but nothing here proves it either: that is what an upper end is for.
+                problems.append(f"The stated upper end {upper:g} is not confirmed: {found}.")
+            else:
+                bound_ok = True
     return CertificateCheck(
         signature_ok=signature_problem is None,
         mechanism_ok=mechanism is not None,

@@ -513,11 +513,16 @@ def start(
 
     Raises:
         NotFound: no such job.
+        Conflict: ``ledger_inconsistent``: the job's mechanism is not the one that was charged for.
     """
     dataset, job = _lock_job(session, job_id)
     token = secrets.token_hex(32)
     lease_expires_at = now + _microseconds(lease_seconds)
     snapshot = None if job.snapshot_id is None else session.get(SnapshotRow, job.snapshot_id)
+    charged = session.get_one(EntryRow, job.entry_id).mechanism_digest
+    if charged != (None if job.mechanism is None else digest(job.mechanism)):
+        # Somebody wrote to the tables. Nothing starts; verify names the row.
+        raise Conflict("ledger_inconsistent", "the job's mechanism is not the one charged for")
 
     if job.state == "reserved":
         if job.expires_at <= now:

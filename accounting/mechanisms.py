@@ -21,7 +21,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from decimal import ROUND_CEILING, Decimal
+from decimal import Decimal
+from fractions import Fraction
 from typing import ClassVar, Final, Literal, TypeVar, cast
 
 from accounting.canonical import digest
@@ -32,6 +33,8 @@ MAX_COUNT: Final = 10**9
 MAX_STEPS: Final = 10_000
 MAX_PARTS: Final = 1_000
 MAX_CLASSES: Final = 10_000
+MAX_ALTERNATIVES: Final = 8
+MAX_TERMS: Final = 1_000
 # Outside this range a parameter's square or reciprocal leaves double precision.
 SMALLEST: Final = 1e-100
 LARGEST: Final = 1e100
@@ -348,8 +351,10 @@ class ApproximateDP:
     kind: ClassVar[str] = "approximate_dp"
 
     def __post_init__(self) -> None:
-        check_decimal("epsilon", self.epsilon, zero_allowed=True, at_most="1000000")
+        check_decimal("epsilon", self.epsilon, zero_allowed=False, at_most="1000000")
         check_decimal("delta", self.delta, zero_allowed=True, at_most="1")
+        if float(self.delta) >= 1.0:
+            raise InvalidMechanism("delta", "must be below 1")
         check_count("count", self.count)
 
     def to_json(self) -> dict[str, object]:
@@ -595,7 +600,11 @@ class DenoisingBlock:
             raise InvalidMechanism("classes", "each class has its own sampling_probability")
         if self.subsample_size is None:
             return 1.0
-        return self.subsample_size / cast(int, self.public_size)
+        rate = self.subsample_size / cast(int, self.public_size)
+        if self.sampling == "fixed_size":
+            # The sampler draws exactly B, so the rate that is charged may not be rounded down.
+            return min(1.0, math.nextafter(rate, 1.0))
+        return rate
 
     def levels(self) -> tuple[float, ...]:
         """The block's noise levels t_0..t_m; the last is where the block hands over."""
@@ -724,13 +733,12 @@ class DenoisingBlock:
 
 
 def block_steps_of(schedule: EdmSchedule, fraction: object) -> int:
-    """ceil(p * N) in exact decimal arithmetic, at most N - 1 (the whole grid).
+    """ceil(p * N) in exact arithmetic, at most N - 1 (the whole grid).
 
     Floats would give 56 for 0.55 * 100.
     """
     p = check_decimal("block_fraction", fraction, zero_allowed=False, at_most="1")
-    exact = (p * schedule.steps).to_integral_value(rounding=ROUND_CEILING)
-    return min(int(exact), schedule.steps - 1)
+    return min(math.ceil(Fraction(p) * schedule.steps), schedule.steps - 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -853,9 +861,20 @@ def dominating_terms(mechanism: Mechanism) -> tuple[tuple[Term, ...], ...]:
     """Compositions of terms, the worst of which dominates the mechanism.
 
     There is more than one where a unit's privacy depends on its class: a class-conditional block
-    draws only from the unit's own class, so the charge is that of the worst class.
+    draws only from the unit's own class, so the charge is that of the worst class. Beyond
+    MAX_ALTERNATIVES one that dominates them all stands for them, so that the work of a question
+    stays bounded.
+
+    Raises:
+        InvalidMechanism: there are more than MAX_TERMS distinct terms.
     """
-    return tuple(_merge(terms) for terms in mechanism.alternatives())
+    alternatives = mechanism.alternatives()
+    if len(alternatives) > MAX_ALTERNATIVES:
+        alternatives = (_single(alternatives),)
+    merged = tuple(_merge(terms) for terms in alternatives)
+    if sum(len(terms) for terms in merged) > MAX_TERMS:
+        raise InvalidMechanism("mechanism", f"has more than {MAX_TERMS} distinct parts")
+    return merged
 
 
 def require_chargeable(mechanism: Mechanism) -> None:

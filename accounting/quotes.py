@@ -154,6 +154,11 @@ def plan_denoise(
         made = _preset(preset)
     else:
         raise InvalidRequest("preset", 'must be "auto" or an object')
+    if made.renoise_steps == 0 and made.block_steps == made.schedule.steps - 1:
+        raise InvalidRequest(
+            "preset.block_steps",
+            "ends at sigma_min, which leaves nothing to refine: use fewer, or set renoise_steps",
+        )
     mechanism = _block(made, outputs, facts, classes)
     ceiling = drift_ceiling(mechanism)
     warnings = []
@@ -337,9 +342,8 @@ def _compatible_model(
     def fits(model: PublicModelFacts) -> bool:
         if tuple(model.shape) != shape:
             return False
-        if classes is None or model.classes is None:
-            return classes is None and model.classes is None
-        return set(classes) <= set(model.classes)
+        # The sampler refines by class, so both must have classes.
+        return classes is not None and set(classes) <= set(model.classes or ())
 
     if name is not None:
         for model in models:
@@ -441,7 +445,9 @@ def _auto(
         per_release = next((f for f in family if f.order == "inf"), None)
         if budget is None or per_release is None or not isinstance(budget.use, filters.FewLarge):
             raise InvalidRequest("target", "is required with the auto preset for this budget")
-        epsilon = float(budget.epsilon) / budget.use.releases
+        # A unit less than the share, so that rounding up each release still admits the last one.
+        share = per_release.cap_units // budget.use.releases
+        epsilon = (share - 1) / filters.EPSILON_UNITS
         delta = per_release.delta_per_release_units / filters.DELTA_UNITS
 
     def at(steps: int) -> DenoisingBlock:
@@ -449,14 +455,15 @@ def _auto(
 
     # The Rényi bound is cheap and never below the true epsilon, so it finds a length that surely
     # fits; the tight bound then says whether a longer one fits too.
-    low, high = 0, _AUTO.schedule.steps - 1
+    low, longest = 0, _AUTO.schedule.steps - 2  # one level is left to refine from
+    high = longest
     while low < high:
         middle = (low + high + 1) // 2
         if cumulants.renyi_epsilon(at(middle), delta) <= epsilon:
             low = middle
         else:
             high = middle - 1
-    while low < _AUTO.schedule.steps - 1 and epsilon_bound(at(low + 1), delta).upper <= epsilon:
+    while low < longest and epsilon_bound(at(low + 1), delta).upper <= epsilon:
         low += 1
     if low == 0:
         raise InvalidRequest(

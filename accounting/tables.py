@@ -499,6 +499,8 @@ class Database:
             # First of all, so that the statements below wait for other processes too.
             cursor.execute(f"PRAGMA busy_timeout={self._lock_timeout_ms}")
             cursor.execute("PRAGMA synchronous=FULL")
+            # A destroyed seed must not stay behind in a free page.
+            cursor.execute("PRAGMA secure_delete=ON")
             cursor.execute(f"PRAGMA foreign_keys={'ON' if foreign_keys else 'OFF'}")
             if read_only:
                 cursor.execute("PRAGMA query_only=ON")

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, Final, Protocol, cast
 import fsspec
 
 from accounting.errors import EpsilondError, NotFound
-from worker.custody import make_private_folder, sync_folder, write_once
+from worker.custody import StorageUnavailable, make_private_folder, sync_folder, write_once
 
 _LOCATION: Final = re.compile(r"(staging|releases)/[A-Za-z0-9_-]{1,128}(\.[a-z0-9]{1,8})?")
 _JOB_ID: Final = re.compile(r"job_[0-9a-f]{32}")
@@ -172,7 +172,9 @@ class _LocalPlace:
             return write_once(self._root / location, data)
         except OSError as error:
             # A full disk, say. The text names no path of this machine.
-            raise ArtifactError(f"the artefact store refused a file: {_reason(error)}") from error
+            raise StorageUnavailable(
+                f"the artefact store refused a file: {_reason(error)}"
+            ) from error
 
     def exists(self, location: str) -> bool:
         return (self._root / location).is_file()
@@ -216,7 +218,9 @@ class _RemotePlace:
         except FileExistsError:
             return False
         except OSError as error:
-            raise ArtifactError(f"the artefact store refused a file: {_reason(error)}") from error
+            raise StorageUnavailable(
+                f"the artefact store refused a file: {_reason(error)}"
+            ) from error
         return True
 
     def exists(self, location: str) -> bool:

@@ -53,6 +53,17 @@ CHUNK_BYTES: Final = 4 * 2**20
 _STREAM_MAGIC: Final = b"EPSD\x01"
 
 
+class StorageUnavailable(EpsilondError):
+    """A file could not be read or written just now: a full disk, a store or mount that is away.
+
+    Another attempt may succeed, so a job that meets it goes on later.
+    """
+
+    status = 503
+    code = "storage_unavailable"
+    title = "Storage unavailable"
+
+
 class CustodyError(EpsilondError):
     """A key is missing or unusable, or sealed bytes were changed. The text holds no secret."""
 

@@ -28,6 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -37,7 +38,7 @@ from numpy.typing import NDArray
 
 from accounting import certificates, ledger
 from accounting.canonical import digest
-from accounting.errors import LeaseLost, LedgerUnavailable, NotFound
+from accounting.errors import Conflict, LeaseLost, LedgerUnavailable, NotFound
 from accounting.mechanisms import DenoisingBlock, mechanism_from_json
 from accounting.tables import Database, JobRow, SnapshotRow
 from models.denoisers import PublicDenoiser, load_public_denoiser
@@ -47,7 +48,7 @@ from models.noise import KeyedNoise
 from models.schedules import refinement_levels
 from worker.artifacts import ArtifactStore
 from worker.catalogue import get_model
-from worker.custody import Sealer, load_sealer, load_signing_key
+from worker.custody import Sealer, StorageUnavailable, load_sealer, load_signing_key
 from worker.settings import Settings, get_settings, service_version
 from worker.snapshots import Records, read_snapshot
 
@@ -60,9 +61,12 @@ FAILED: Final = 4
 TRY_AGAIN: Final = 5
 
 SEED_BYTES: Final = 32
+_MINUTE: Final = 60 * ledger.MICROSECONDS
 RENOISE: Final = "handoff.renoise"
 REFINE_BATCH: Final = 100
 
+# Those whose arithmetic or keystream reaches the pixels.
+_LIBRARIES: Final = ("cryptography", "diffusers", "numpy", "scipy", "torch")
 _CODE_FOLDERS: Final = ("accounting", "models", "worker")
 
 
@@ -82,6 +86,8 @@ def run_job(settings: Settings, job_id: str) -> int:
 
 def _attempt(settings: Settings, database: Database, job_id: str) -> int:
     sealer = load_sealer(settings)
+    if settings.torch_threads:
+        torch.set_num_threads(settings.torch_threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with database.read() as session:
         job = session.get(JobRow, job_id)
@@ -113,7 +119,7 @@ def _attempt(settings: Settings, database: Database, job_id: str) -> int:
         except LeaseLost:
             _log.warning("another attempt holds the job: job=%s", job_id)
             return NOTHING_TO_DO
-        except (OSError, MemoryError, LedgerUnavailable) as error:
+        except (OSError, MemoryError, StorageUnavailable, LedgerUnavailable) as error:
             _log_error("this attempt ends, another may follow", job_id, error)
             return TRY_AGAIN
         except Exception as error:  # noqa: BLE001 - a failure of any kind ends the job, charged
@@ -153,8 +159,6 @@ def _draw(
     progress: Callable[[int], None],
 ) -> bytes:
     """The batch: the bytes of an npz with ``images`` (N, H, W, C) and, with classes, ``labels``."""
-    if settings.torch_threads:
-        torch.set_num_threads(settings.torch_threads)
     # A retry must repeat the same batch to the bit.
     torch.use_deterministic_algorithms(True)
     block = mechanism_from_json(started.mechanism)
@@ -313,7 +317,8 @@ def _release(
             artefact_bytes=staged.size,
             ledger_sequence=started.sequence,
             ledger_hash=started.hash,
-            issued_at=_now(),
+            # To the minute: more would tell how long the private part took.
+            issued_at=_now() // _MINUTE * _MINUTE,
         ),
         signing_key,
     )
@@ -396,7 +401,8 @@ def _job_digest(job: JobRow, snapshot: SnapshotRow | None, device: str) -> str:
             if device == "cpu"
             else f"{device}:{torch.cuda.get_device_name()}:{torch.version.cuda}",
             "machine": platform.machine(),
-            "libraries": {"torch": torch.__version__, "numpy": np.__version__},
+            "libraries": {name: version(name) for name in _LIBRARIES},
+            "threads": torch.get_num_threads(),
         }
     )
 
@@ -436,7 +442,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         return run_job(get_settings(), arguments[0])
-    except (NotFound, LedgerUnavailable) as error:
+    except (Conflict, NotFound, LedgerUnavailable) as error:
         _log_error("the job could not be started", arguments[0], error)
         return TRY_AGAIN
 

@@ -31,6 +31,7 @@ from worker.custody import (
     CustodyError,
     SealedWriter,
     Sealer,
+    StorageUnavailable,
     derive_key,
     keyed_hash,
     make_private_folder,
@@ -137,14 +138,15 @@ def read_snapshot(
     """The records of a snapshot, checked against its HMAC.
 
     Raises:
-        CustodyError: the file is gone or was changed, or the arguments belong to another snapshot.
+        CustodyError: the file was changed, or the arguments belong to another snapshot.
+        StorageUnavailable: the file is not there, or can't be read now.
     """
     key = sealer.open(sealed_key, _key_context(snapshot_id))
     try:
         with _path(settings, location).open("rb") as file:
             records = _read_records(file, key, snapshot_id)
-    except FileNotFoundError:
-        raise CustodyError("the snapshot's file is gone") from None
+    except OSError as error:
+        raise StorageUnavailable("the snapshot's file can't be read") from error
     if not _hmac.compare_digest(snapshot_hmac(key, records), hmac):
         raise CustodyError("the snapshot is not the one that was registered")
     return records

@@ -291,3 +291,18 @@ def test_assumptions_name_the_sizes_where_sampling_is_fixed_size() -> None:
         for named in ("disjoint", "owner", "keystream", "floating-point"):
             assert named in text
         assert ("fixed size" in text) == (mechanism is not poisson)
+
+
+def test_an_upper_end_inside_the_recomputed_bracket_is_not_confirmed() -> None:
+    """Nothing refutes it where the lower end is loose, but nothing proves it either."""
+    many = SubsampledGaussian(0.0005, 1.44, 50_000)
+    true = bounds.epsilon(many, DELTA)
+    middle = (true.lower + true.upper) / 2
+    assert true.lower < middle < true.upper
+    check = certificates.verify(
+        certificate(mechanism=many, lower=0.0, upper=middle), KEYS, recompute=True
+    )
+    assert check.signature_ok
+    assert check.bound_ok is None
+    assert not check.ok
+    assert "not confirmed" in check.problems[0]

@@ -14,10 +14,11 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from accounting import bounds, ledger
+from accounting.bounds import Bracket
 from accounting.canonical import canonical_json
 from accounting.chain import append
-from accounting.filters import INFINITE, Filter
-from accounting.mechanisms import Gaussian
+from accounting.filters import EPSILON_UNITS, INFINITE, Filter
+from accounting.mechanisms import Gaussian, Mechanism
 from accounting.tables import (
     GENESIS_HASH,
     BudgetRow,
@@ -491,3 +492,37 @@ def test_append_is_what_verify_reads(filled: Filled) -> None:
         data={},
     )
     assert first_bad(filled) == ROWS + 1
+
+
+def test_filters_that_the_budget_does_not_stand_for(filled: Filled) -> None:
+    """A rewritten family would admit anything, and the chain alone would not show it."""
+    position = [f.order for f in filled.filters].index("inf")
+    wide = 10**15
+
+    def widen(_: int, body: dict[str, Any]) -> dict[str, Any]:
+        if body["kind"] == "budget":
+            body["data"]["filters"][position]["cap_units"] = wide
+        return body
+
+    rehash(filled, widen)
+    filled.session.execute(
+        sa.update(FilterRow).where(FilterRow.position == position).values(cap_units=wide)
+    )
+    found = filled.verify()
+    assert found.first_bad == 1
+    assert "filters" in str(found.problem)
+
+
+def test_a_cost_that_is_not_refuted_is_not_confirmed_either(gaussian: Filled) -> None:
+    """Between the accountant's two ends a charge counts as too small, unless it gave up early."""
+    position = [f.order for f in gaussian.filters].index("inf")
+    true = recorded(gaussian, position) / EPSILON_UNITS
+
+    def loose(_m: Mechanism, delta: float, reason: str = "") -> Bracket:
+        return Bracket(true / 2, true * 2, delta, "both", "renyi", reason=reason)
+
+    found = gaussian.verify(loose)
+    assert found.first_bad == 2
+    cut_short = gaussian.verify(lambda m, delta: loose(m, delta, "out of time"))
+    assert cut_short.ok
+    assert cut_short.unconfirmed == 1

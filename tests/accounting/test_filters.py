@@ -344,7 +344,7 @@ def test_an_undefined_bound_is_never_admitted() -> None:
 def test_integers_fit_64_bits() -> None:
     assert INFINITE < 2**63
     assert filters._MOST_UNITS < INFINITE
-    huge = charge(declared(1e6, 1.0, 10**9), TWO, epsilon_bound=never)
+    huge = charge(declared(1e6, 0.9, 10**9), TWO, epsilon_bound=never)
     assert all(0 <= c.epsilon_units <= INFINITE for c in huge)
     assert all(0 <= c.delta_units <= INFINITE for c in huge)
 

@@ -7,6 +7,7 @@ import csv
 import json
 import math
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -356,7 +357,11 @@ def test_published_blocks(row: dict[str, str]) -> None:
     # the figures are printed with six decimals
     assert m.mu_bar() == pytest.approx(float(row["mu_bar"]), abs=6e-7)
     ((term,),) = dominating_terms(m)
-    assert term == GaussianTerm(int(row["B"]) / int(row["n"]), m.mu_bar(), int(row["outputs"]))
+    assert isinstance(term, GaussianTerm)
+    assert (term.mu, term.count) == (m.mu_bar(), int(row["outputs"]))
+    # Exactly B are drawn, so the double that is charged is the next one up, never one below B/n.
+    exact = Fraction(int(row["B"]), int(row["n"]))
+    assert exact <= Fraction(term.sampling_probability) <= exact * (1 + Fraction(1, 2**51))
 
 
 def test_a_fraction_is_taken_as_the_decimal_written() -> None:
@@ -506,3 +511,30 @@ def test_a_block_whose_parameter_leaves_double_precision_is_refused(
             EdmSchedule(), 20, clip_norm, beta, subsample_size=3, public_size=100, outputs=1
         )
     assert refused.value.field == "clip_norm"
+
+
+def test_a_question_has_a_bounded_number_of_parts() -> None:
+    """Many classes are bounded by one pair that dominates them; too many steps are refused."""
+    classes = [
+        {"label": i, "outputs": 1 + i, "sampling_probability": 0.5 / (1 + i)} for i in range(40)
+    ]
+    m = mechanism_from_json(without(BLOCK, "outputs", "public_size", "sampling", classes=classes))
+    assert isinstance(m, DenoisingBlock)
+    assert dominating_terms(m) == ((GaussianTerm(0.5, m.mu_bar(), 40),),)
+    few = mechanism_from_json(
+        without(BLOCK, "outputs", "public_size", "sampling", classes=classes[:3])
+    )
+    assert len(dominating_terms(few)) == 3
+    long = mechanism_from_json(
+        BLOCK | {"schedule": EDM | {"steps": 5000}, "block_steps": 4000, "subsampling": "per_step"}
+    )
+    with pytest.raises(InvalidMechanism) as refused:
+        dominating_terms(long)
+    assert refused.value.field == "mechanism"
+
+
+@pytest.mark.parametrize("delta", ["1", "0.99999999999999999999"])
+def test_a_declared_delta_of_one_is_refused(delta: str) -> None:
+    with pytest.raises(InvalidMechanism) as refused:
+        mechanism_from_json({"kind": "approximate_dp", "epsilon": 1, "delta": delta, "count": 2})
+    assert refused.value.field == "delta"

@@ -160,6 +160,8 @@ BAD_PRESETS: list[tuple[str, dict[str, Any]]] = [
     ("preset.block_steps", {"block_steps": 0}),
     ("preset.block_steps", {"block_steps": 39}),
     ("preset.block_steps", {"block_steps": None}),
+    ("preset.block_steps", {"block_steps": 38}),
+    ("preset.block_steps", {"block_steps": None, "block_fraction": 1}),
     ("preset.block_fraction", {"block_steps": None, "block_fraction": 0}),
     ("preset.block_fraction", {"block_steps": None, "block_fraction": 1.01}),
     ("preset.block_fraction", {"block_fraction": 0.5}),
@@ -249,3 +251,8 @@ def test_a_vacuous_block_is_refused_unless_the_caller_insists() -> None:
     made = plan(vacuous | {"allow_vacuous": True})
     assert made.warnings
     assert max(made.drift_ceiling) < 0.01
+
+
+def test_a_whole_block_can_be_handed_over_after_re_noising() -> None:
+    made = plan(SPEC | {"preset": PRESET | {"block_steps": 38, "renoise_steps": 5}})
+    assert made.mechanism.block_steps == 38

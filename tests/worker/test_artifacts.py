@@ -15,6 +15,7 @@ import pytest
 
 from accounting.errors import NotFound
 from worker.artifacts import ArtifactError, ArtifactStore, Staged
+from worker.custody import StorageUnavailable
 
 JOB = "job_" + "a1" * 16
 OTHER = "job_" + "b2" * 16
@@ -163,7 +164,7 @@ def test_a_full_disk_leaves_nothing_and_names_no_path(
     store = ArtifactStore(str(tmp_path))
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(ArtifactError) as raised:
+        with pytest.raises(StorageUnavailable) as raised:
             store.stage(JOB, 1, b"batch")
     assert str(tmp_path) not in str(raised.value)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

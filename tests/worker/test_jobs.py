@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +18,7 @@ from sqlalchemy import select
 
 from accounting import bounds, certificates, filters, ledger
 from accounting.canonical import digest
-from accounting.errors import LedgerUnavailable
+from accounting.errors import Conflict, LedgerUnavailable
 from accounting.filters import Budget
 from accounting.mechanisms import mechanism_from_json
 from accounting.quotes import plan_denoise
@@ -37,7 +39,7 @@ from models.denoisers import (
     TrainingData,
     save_public_denoiser,
 )
-from worker import jobs
+from worker import artifacts, jobs
 from worker.artifacts import ArtifactStore
 from worker.catalogue import list_models
 from worker.custody import ensure_keys, load_public_keys, load_sealer
@@ -298,6 +300,46 @@ def test_failures(
         # Charged all the same: what was computed may have been seen.
         spent = [s.epsilon_units for s in ledger.states(session, "ds_1")]
         assert all(spent)
+
+
+def test_a_full_disk_leaves_the_job_to_another_attempt(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_path: Path, _data: bytes) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(artifacts, "write_once", full)
+        assert world.run() == jobs.TRY_AGAIN
+    assert world.job().state == "started"
+    world.lease_runs_out()
+    assert world.run() == jobs.DONE
+
+
+def test_a_snapshot_that_is_away_leaves_the_job_to_another_attempt(world: World) -> None:
+    aside = world.snapshot_path.with_suffix(".aside")
+    world.snapshot_path.rename(aside)
+    assert world.run() == jobs.TRY_AGAIN
+    aside.rename(world.snapshot_path)
+    world.lease_runs_out()
+    assert world.run() == jobs.DONE
+
+
+def test_a_mechanism_that_was_not_charged_for_never_starts(world: World) -> None:
+    with world.database.write() as session:
+        job = session.get_one(JobRow, world.job_id)
+        job.mechanism = {**(job.mechanism or {}), "clip_norm": 2000.0}
+    with pytest.raises(Conflict) as refused:
+        world.run()
+    assert refused.value.code == "ledger_inconsistent"
+    assert world.job().state == "reserved"
+
+
+def test_a_certificate_tells_times_to_the_minute_only(world: World) -> None:
+    world.run()
+    with world.database.read() as session:
+        issued = session.scalars(select(ReleaseRow)).one().certificate["issued_at"]
+    assert issued.endswith(":00.000000Z")
 
 
 def test_a_changed_snapshot_is_not_drawn_from(world: World) -> None:
