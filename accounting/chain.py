@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
@@ -87,6 +87,9 @@ class Verification:
     problem: str | None
     head: str
     unconfirmed: int = 0
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
 
 
 @dataclass

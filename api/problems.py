@@ -133,6 +133,13 @@ KINDS: Final[tuple[Kind, ...]] = (
         "The owner uploads one with `POST /v1/datasets/{id}/snapshots`.",
     ),
     Kind(
+        "ledger_inconsistent",
+        409,
+        "Ledger inconsistent",
+        "The tables say something else than the books: a job's mechanism is not the one charged.",
+        "The operator runs `epsilond verify-ledger` on the dataset; nothing starts meanwhile.",
+    ),
+    Kind(
         "parent_not_released",
         409,
         "Parent not released",

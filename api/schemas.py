@@ -570,6 +570,9 @@ class LedgerCheck(Answer):
     first_bad: int | None
     problem: str | None
     head: str
+    unconfirmed: int = Field(
+        description="Distinct charges whose cost the accountant could not confirm in its limits."
+    )
 
 
 # --------------------------------------------------------------------------------------------------

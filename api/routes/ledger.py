@@ -77,14 +77,7 @@ def verify_ledger(
     with service.database.read() as session:
         dataset = owned_dataset(session, caller, dataset_id, "owner", "auditor")
         found = chain.verify(session, dataset.id, epsilon_bound=bound)
-    return {
-        "dataset": dataset.id,
-        "ok": found.ok,
-        "rows": found.rows,
-        "first_bad": found.first_bad,
-        "problem": found.problem,
-        "head": found.head,
-    }
+    return {"dataset": dataset.id, **found.to_json()}
 
 
 @router.get(

@@ -7,7 +7,7 @@ import json
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from typing import IO, Annotated, Any, BinaryIO, Literal
+from typing import IO, Annotated, Any, BinaryIO, Final, Literal
 
 import numpy as np
 from fastapi import APIRouter, Header, Query, Response
@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from numpy.typing import NDArray
 from PIL import Image
 
+from accounting.ledger import MICROSECONDS
 from accounting.tables import DatasetRow, ReleaseRow
 from api import schemas
 from api.bodies import ServiceRoute
@@ -22,6 +23,7 @@ from api.deps import PrincipalDep, Service, ServiceDep, rfc3339, visible_release
 
 router = APIRouter(route_class=ServiceRoute, tags=["releases"])
 
+_MINUTE: Final = 60 * MICROSECONDS
 _CHUNK = 1024 * 1024
 # A zip smaller than this stays in memory.
 _SPOOL_BYTES = 16 * 1024 * 1024
@@ -38,7 +40,8 @@ def get_release(release_id: str, service: ServiceDep, caller: PrincipalDep) -> o
         "id": row.id,
         "dataset": row.dataset_id,
         "job": row.job_id,
-        "created_at": rfc3339(row.created_at),
+        # To the minute: more would tell how long the private part of the job took.
+        "created_at": rfc3339(row.created_at // _MINUTE * _MINUTE),
         "sha256": row.sha256,
         "bytes": row.bytes,
         "content": {"npz": f"{content}?format=npz", "zip": f"{content}?format=zip"},

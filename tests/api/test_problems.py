@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_an_unknown_address_is_404(calm: World) -> None:
-    for path in ("/", "/v1", "/v1/datasets/", "/v2/datasets", "/v1/%00", "/static/x"):
+    for path in ("/v1", "/v1/datasets/", "/v2/datasets", "/v1/%00", "/static/x"):
         assert_problem(calm.owner.get(path), 404, "not_found")
 
 

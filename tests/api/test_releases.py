@@ -155,6 +155,7 @@ def test_the_export_is_the_chain(released: tuple[World, str, str, str]) -> None:
         "first_bad": None,
         "problem": None,
         "head": previous,
+        "unconfirmed": 0,
     }
 
 
