@@ -144,7 +144,7 @@ def epsilon(m: Mechanism, delta: float, *, limits: Limits = DEFAULT) -> Bracket:
 
     def compute() -> tuple[Bracket, bool]:
         left = _Deadline(limits)
-        answers = [_epsilon(terms, delta, left.limits()) for terms in dominating_terms(m)]
+        answers = [_epsilon(terms, delta, left) for terms in dominating_terms(m)]
         worst = max((a for a, _ in answers), key=lambda b: b.upper)
         lower = max(a.lower for a, _ in answers)
         return replace(worst, lower=lower), all(final for _, final in answers)
@@ -176,7 +176,7 @@ def profile(
 
     def compute() -> tuple[list[DeltaBracket], bool]:
         left = _Deadline(limits)
-        answers = [_profile(terms, points, left.limits()) for terms in dominating_terms(m)]
+        answers = [_profile(terms, points, left) for terms in dominating_terms(m)]
         out = []
         for column in zip(*(brackets for brackets, _ in answers), strict=True):
             worst = max(column, key=lambda b: b.upper)
@@ -260,7 +260,7 @@ _CACHE: Final = _Cache(CACHE_SIZE)
 # --------------------------------------------------------------------------------------------------
 
 
-def _epsilon(terms: tuple[Term, ...], delta: float, limits: Limits) -> tuple[Bracket, bool]:
+def _epsilon(terms: tuple[Term, ...], delta: float, left: _Deadline) -> tuple[Bracket, bool]:
     gaussians = _all_unsampled(terms)
     if gaussians is not None:
         lower, upper = gaussian_dp.epsilon_bounds(gaussian_dp.total_mu(gaussians), delta)
@@ -286,7 +286,7 @@ def _epsilon(terms: tuple[Term, ...], delta: float, limits: Limits) -> tuple[Bra
     slack = _numerical_slack(terms)
     notes, final = [], True
     if delta > 4.0 * slack:
-        found = _distribution(terms, True, limits, deltas=(delta - slack,))
+        found = _distribution(terms, True, left.limits(), deltas=(delta - slack,))
         final &= found.final
         if found.answer is None:
             notes.append(found.reason)
@@ -297,7 +297,7 @@ def _epsilon(terms: tuple[Term, ...], delta: float, limits: Limits) -> tuple[Bra
                 errors = found.error_terms | {"numerical_slack": slack}
                 best = Bracket(0.0, pld, delta, _larger(remove, add), "dp_accounting_pld", errors)
     if delta + slack < 1.0:
-        found = _distribution(terms, False, limits, deltas=(delta + slack,))
+        found = _distribution(terms, False, left.limits(), deltas=(delta + slack,))
         final &= found.final
         if found.answer is None:
             notes.append(found.reason)
@@ -313,7 +313,7 @@ def _epsilon(terms: tuple[Term, ...], delta: float, limits: Limits) -> tuple[Bra
 
 
 def _profile(
-    terms: tuple[Term, ...], points: tuple[float, ...], limits: Limits
+    terms: tuple[Term, ...], points: tuple[float, ...], left: _Deadline
 ) -> tuple[list[DeltaBracket], bool]:
     gaussians = _all_unsampled(terms)
     if gaussians is not None:
@@ -324,8 +324,8 @@ def _profile(
         ], True
 
     slack = _numerical_slack(terms)
-    above = _distribution(terms, True, limits, epsilons=points)
-    below = _distribution(terms, False, limits, epsilons=points)
+    above = _distribution(terms, True, left.limits(), epsilons=points)
+    below = _distribution(terms, False, left.limits(), epsilons=points)
     reason = "; ".join(dict.fromkeys(f.reason for f in (above, below) if f.reason))
     out = []
     for i, e in enumerate(points):

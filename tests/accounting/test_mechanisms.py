@@ -526,7 +526,7 @@ def test_a_question_has_a_bounded_number_of_parts() -> None:
     )
     assert len(dominating_terms(few)) == 3
     long = mechanism_from_json(
-        BLOCK | {"schedule": EDM | {"steps": 5000}, "block_steps": 4000, "subsampling": "per_step"}
+        BLOCK | {"schedule": EDM | {"steps": 500}, "block_steps": 400, "subsampling": "per_step"}
     )
     with pytest.raises(InvalidMechanism) as refused:
         dominating_terms(long)
