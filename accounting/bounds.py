@@ -68,6 +68,10 @@ class _Deadline:
         self._limits = limits
         self._end = time.monotonic() + limits.seconds
 
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self._end
+
     def limits(self) -> Limits:
         left = max(self._end - time.monotonic(), _LEAST_SECONDS)
         return replace(self._limits, seconds=min(left, self._limits.seconds))
@@ -327,10 +331,15 @@ def _profile(
     above = _distribution(terms, True, left.limits(), epsilons=points)
     below = _distribution(terms, False, left.limits(), epsilons=points)
     reason = "; ".join(dict.fromkeys(f.reason for f in (above, below) if f.reason))
-    out = []
+    out, final = [], above.final and below.final
     for i, e in enumerate(points):
-        upper, order, direction = cumulants.best_delta(terms, e)
-        best = DeltaBracket(0.0, upper, e, _direction(direction), "renyi", {"order": order})
+        if left.over:
+            # True of every mechanism; a distribution, if there is one, says more.
+            best = DeltaBracket(0.0, 1.0, e, "both", "none")
+            reason, final = reason or "the time was over before the curve was", False
+        else:
+            upper, order, direction = cumulants.best_delta(terms, e)
+            best = DeltaBracket(0.0, upper, e, _direction(direction), "renyi", {"order": order})
         if above.answer is not None:
             remove, add = (above.answer[d]["delta"][i] for d in ("remove", "add"))
             pld = min(1.0, max(_or_inf(remove), _or_inf(add)) + slack)
@@ -342,7 +351,7 @@ def _profile(
             if lower <= best.upper:
                 best = replace(best, lower=max(0.0, lower))
         out.append(replace(best, reason=reason))
-    return out, above.final and below.final
+    return out, final
 
 
 def _direction(text: str) -> Direction:

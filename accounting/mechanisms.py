@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -38,6 +39,9 @@ MAX_TERMS: Final = 250  # each is priced at several orders while a request waits
 # Outside this range a parameter's square or reciprocal leaves double precision.
 SMALLEST: Final = 1e-100
 LARGEST: Final = 1e100
+
+# Python's Decimal also reads "1_0", " 1 " and digits of other scripts.
+_DECIMAL: Final = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]{1,4})?")
 
 # mu is the square root of a sum of at most MAX_STEPS products of doubles. math.fsum makes the sum
 # exact up to one rounding; each product carries at most 8 roundings (relative 8 * 2^-53), and so
@@ -173,6 +177,8 @@ def check_decimal(name: str, value: object, *, zero_allowed: bool, at_most: str)
         raise InvalidMechanism(name, "must be a number")
     if isinstance(value, str) and len(value) > 64:
         raise InvalidMechanism(name, "has too many digits")
+    if isinstance(value, str) and not _DECIMAL.fullmatch(value):
+        raise InvalidMechanism(name, "must be a decimal number")
     try:
         number = Decimal(repr(value) if isinstance(value, float) else value)
     except ArithmeticError:
@@ -421,7 +427,10 @@ class EdmSchedule:
             raise InvalidMechanism("steps", "must be at least 2")
         if self.sigma_min >= self.sigma_max:
             raise InvalidMechanism("sigma_min", "must be below sigma_max")
-        levels = self.levels()
+        try:
+            levels = self.levels()
+        except OverflowError:
+            raise InvalidMechanism("rho", "the grid leaves double precision") from None
         if any(not a > b for a, b in itertools.pairwise(levels)):
             raise InvalidMechanism("steps", "the grid's levels coincide in double precision")
 

@@ -35,17 +35,25 @@ def strict_json(raw: bytes) -> object:
     """Parses one JSON value.
 
     Raises:
-        ProblemError: malformed_json, if it is not JSON.
+        ProblemError: malformed_json, if it is not JSON, or an object has a name twice.
         InvalidRequest: names the field that holds NaN, an infinity, an integer beyond 64 bits, or
             text with a NUL or half a surrogate pair.
     """
     try:
-        value: object = json.loads(raw.decode("utf-8"))
+        value: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_distinct)
     except (ValueError, RecursionError):
         # Includes bytes that are not UTF-8 and integers with thousands of digits.
         raise ProblemError("malformed_json") from None
     _check_value(value, ())
     return value
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object whose names are distinct: which of two values was meant, nobody can know."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ProblemError("malformed_json", "An object of the body has a name twice.")
+    return found
 
 
 def _check_value(value: object, path: tuple[str | int, ...]) -> None:
@@ -163,8 +171,9 @@ class ServiceRoute(APIRoute):
             if not access.public:
                 key = bearer_of(request.headers.get("authorization"))
                 principal = await run_in_threadpool(_authenticate, request, key)
-                require_scope(principal, access)
+                # First, so that the log of a call that is refused says whose it was.
                 request.state.principal = principal
+                require_scope(principal, access)
             if takes_json:
                 _require_json(request.headers)
                 raw = b"".join([c async for c in limited_stream(request, MAX_JSON_BYTES)])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,8 @@ _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 for a failed check, 2 for a problem."""
     parsed = _parser().parse_args(arguments)
+    # Whatever is made from here on, the database included, is its owner's alone.
+    os.umask(0o077)
     settings = get_settings()
     try:
         status: int = parsed.run(parsed, settings)

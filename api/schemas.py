@@ -29,9 +29,7 @@ _PRINTABLE = r"^[^\x00-\x1f\x7f]*[^\x00-\x20\x7f][^\x00-\x1f\x7f]*$"
 # Printable: a name goes into pages, logs and file names.
 Name = Annotated[
     str,
-    StringConstraints(
-        min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*\S[^\x00-\x1f\x7f]*$"
-    ),
+    StringConstraints(min_length=1, max_length=200, pattern=_PRINTABLE),
 ]
 ClassName = Annotated[
     str, StringConstraints(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f/\\]+$")

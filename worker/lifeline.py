@@ -91,6 +91,7 @@ def be_discreet() -> None:
 
 
 def main() -> None:
+    os.umask(0o077)
     arguments = sys.argv[1:]
     if arguments[0] == "--discreet":
         be_discreet()

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from accounting import bounds, filters, ledger, quotes
 from accounting.canonical import digest
-from accounting.errors import BudgetExhausted, Conflict, NotFound
+from accounting.errors import BudgetExhausted, Conflict, InvalidRequest, NotFound
 from accounting.filters import Budget, Filter, FilterState
 from accounting.mechanisms import (
     ClassShare,
@@ -46,7 +46,7 @@ def _plan(
     service: Service, spec: Mapping[str, object], dataset: DatasetRow, budget: Budget,
     family: Sequence[Filter],
 ) -> quotes.JobPlan:  # fmt: skip
-    return quotes.plan_denoise(
+    plan = quotes.plan_denoise(
         spec,
         dataset.facts,
         budget,
@@ -54,6 +54,14 @@ def _plan(
         list_models(service.settings.public_models),
         service.accountant.epsilon,
     )
+    # A public limit on a public number: a job that would outlive its attempts is never charged.
+    if plan.expected_seconds > service.settings.job_seconds / 2:
+        raise InvalidRequest(
+            "outputs",
+            f"the job would take about {plan.expected_seconds:.0f} s, too long for one attempt "
+            "here; order fewer at a time",
+        )
+    return plan
 
 
 def _spec(body: schemas.DenoiseSpec) -> dict[str, Any]:

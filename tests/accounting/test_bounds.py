@@ -541,3 +541,27 @@ def test_epsilon_as_declared_is_rounded_up() -> None:
         upper = accounting.epsilon(declared(float(text)), 1e-5).upper
         assert Fraction(upper) >= Fraction(text)
         assert upper <= math.nextafter(float(text), 2.0)
+
+
+def test_a_curve_ends_with_its_time() -> None:
+    """Points beyond the deadline get the bracket that holds for every mechanism, and a reason."""
+    m = mechanism_from_json(
+        {
+            "kind": "composition",
+            "parts": [
+                {
+                    "mechanism": {
+                        "kind": "subsampled_gaussian",
+                        "sampling_probability": 0.01,
+                        "noise_multiplier": 1.0 + i / 100,
+                        "count": 10,
+                    }
+                }
+                for i in range(100)
+            ],
+        }
+    )
+    found = bounds.profile(m, [float(i) for i in range(200)], limits=Limits(0.05, 4096))
+    assert len(found) == 200
+    assert found[-1].upper == 1.0
+    assert found[-1].reason

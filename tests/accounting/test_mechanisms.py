@@ -538,3 +538,17 @@ def test_a_declared_delta_of_one_is_refused(delta: str) -> None:
     with pytest.raises(InvalidMechanism) as refused:
         mechanism_from_json({"kind": "approximate_dp", "epsilon": 1, "delta": delta, "count": 2})
     assert refused.value.field == "delta"
+
+
+@pytest.mark.parametrize("rho", [1e-99, 1e-3])
+def test_a_grid_that_leaves_double_precision_is_refused(rho: float) -> None:
+    with pytest.raises(InvalidMechanism) as refused:
+        EdmSchedule(rho=rho)
+    assert refused.value.field == "rho"
+
+
+@pytest.mark.parametrize("text", ["1_0", " 1 ", "+1", "\u0663", "0x1", "1e99999", "", "."])
+def test_a_decimal_is_ascii_digits_as_written(text: str) -> None:
+    with pytest.raises(InvalidMechanism) as refused:
+        mechanism_from_json({"kind": "approximate_dp", "epsilon": text, "count": 1})
+    assert refused.value.field == "epsilon"

@@ -89,6 +89,7 @@ def test_questions_print_what_the_service_answers(
     ("text", "code"),
     [
         ("{", "malformed_json"),
+        ('{"kind": "gaussian", "noise_multiplier": 9, "noise_multiplier": 1}', "malformed_json"),
         ('{"kind": "gaussian", "noise_multiplier": NaN}', "invalid_request"),
         ('{"kind": "gaussian", "noise_multiplier": -1}', "invalid_mechanism"),
         ("[]", "invalid_mechanism"),

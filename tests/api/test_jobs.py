@@ -73,6 +73,19 @@ def admits(mechanism: Mechanism, family: Sequence[filters.Filter]) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
+def test_a_job_that_would_outlive_its_attempt_is_refused_before_it_is_charged(
+    each_world: World,
+) -> None:
+    world = each_world
+    dataset = world.dataset()
+    before = counts(world.database)
+    answer = world.order(dataset, "long", changed(outputs={"0": 900_000, "1": 1}))
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["field"] == "outputs"
+    assert "too long" in answer.json()["detail"]
+    assert counts(world.database) == before
+
+
 def test_a_quote_says_what_a_job_would_cost_and_charges_nothing(each_world: World) -> None:
     world = each_world
     dataset = world.dataset()

@@ -30,6 +30,7 @@ def _blocks() -> tuple[str, str]:
 def test_the_curl_calls_of_the_readme(tmp_path: Path) -> None:
     script, _ = _blocks()
     (tmp_path / "digits.npz").write_bytes(digits_npz())
+    (tmp_path / "home").mkdir(mode=0o755)
     with installation(tmp_path / "home", database_url="", broker_url="") as service:
         service.start("serve", "serve")
         service.wait_ready()
@@ -45,6 +46,9 @@ def test_the_curl_calls_of_the_readme(tmp_path: Path) -> None:
             timeout=300,
         )
     assert done.returncode == 0, done.stdout + done.stderr
+    # Whatever the folder's own mode, what it holds is its owner's alone.
+    for path in (tmp_path / "home").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
     with np.load(io.BytesIO((tmp_path / "batch.npz").read_bytes())) as batch:
         assert batch["labels"].tolist() == [3] * 50 + [7] * 50
     certificate = json.loads((tmp_path / "certificate.json").read_text())
