@@ -15,6 +15,7 @@ command that runs it.
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -27,6 +28,15 @@ from accounting.tables import Database
 from tests.services import NoService, Postgres, Redis, postgres, redis_server
 
 DATABASES = ("sqlite", "postgresql")
+
+
+@pytest.fixture(autouse=True)
+def _same_umask() -> Iterator[None]:
+    """The command line narrows the umask of its process; called in this one, only for one test."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture(scope="session")

