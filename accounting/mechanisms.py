@@ -35,7 +35,7 @@ MAX_STEPS: Final = 10_000
 MAX_PARTS: Final = 1_000
 MAX_CLASSES: Final = 10_000
 MAX_ALTERNATIVES: Final = 8
-MAX_TERMS: Final = 250  # each is priced at several orders while a request waits
+MAX_TERMS: Final = 1_000  # each is priced at several orders while a request waits
 # Outside this range a parameter's square or reciprocal leaves double precision.
 SMALLEST: Final = 1e-100
 LARGEST: Final = 1e100
@@ -78,7 +78,15 @@ class ApproximateDPTerm:
     count: int
 
 
-Term = GaussianTerm | ApproximateDPTerm
+@dataclass(frozen=True)
+class LaplaceTerm:
+    """``count`` compositions of Lap(0, 1/inverse_scale) against the same moved by 1."""
+
+    inverse_scale: float
+    count: int
+
+
+Term = GaussianTerm | ApproximateDPTerm | LaplaceTerm
 
 
 # --------------------------------------------------------------------------------------------------
