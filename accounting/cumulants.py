@@ -62,6 +62,7 @@ from accounting.errors import InvalidRequest
 from accounting.mechanisms import (
     ApproximateDPTerm,
     GaussianTerm,
+    LaplaceTerm,
     Mechanism,
     Term,
     dominating_terms,
@@ -118,6 +119,8 @@ def directed_costs(terms: tuple[Term, ...], order: float) -> tuple[float, float]
     for term in terms:
         if isinstance(term, GaussianTerm):
             one = gaussian_cost(term.sampling_probability, term.mu, order)
+        elif isinstance(term, LaplaceTerm):
+            one = (laplace_cost(term.inverse_scale, order),) * 2
         else:
             one = (pure_dp_cost(_float_above(term), order),) * 2
         remove.append(term.count * one[0])
@@ -156,6 +159,40 @@ def pure_dp_cost(epsilon: float, order: float) -> float:
     )
     response = (log_i + _SLACK * (1.0 + s * epsilon)) / s
     return max(0.0, min(response, epsilon, 0.5 * order * epsilon * epsilon) * (1.0 + _SLACK))
+
+
+def laplace_cost(inverse_scale: float, order: float) -> float:
+    """Upper bound on rho(order) of one Laplace release; the pair is symmetric.
+
+    With x the inverse scale and s = alpha - 1 (Mironov 2017, proposition 6),
+
+        I = a e^{s x} + b e^{-alpha x},   a = alpha/(2 alpha - 1), b = s/(2 alpha - 1).
+
+    a + b = 1 and a s = b alpha, so with h(y) = e^y - 1 - y >= 0
+
+        I = 1 + a h(s x) + b h(-alpha x),
+
+    which cancels nowhere. The release is x-DP, so what pure DP costs bounds it too.
+    """
+    s, x = order - 1.0, inverse_scale
+    a, b = order / (2.0 * order - 1.0), s / (2.0 * order - 1.0)
+    if s * x <= 1.0:
+        log_i = math.log1p(a * _exp_rest(s * x) + b * _exp_rest(-order * x))
+    else:
+        # log I >= 0.3 here, of the size of s x, and so is what is rounded.
+        log_i = s * x + math.log(a + b * math.exp(-(2.0 * order - 1.0) * x))
+    return min(log_i / s * (1.0 + _SLACK), pure_dp_cost(x, order))
+
+
+def _exp_rest(y: float) -> float:
+    """e^y - 1 - y for y <= 1, within 32 roundings."""
+    if y < -1.0:
+        return math.expm1(y) - y
+    # 20 terms of the Taylor series; what is left is below 1e-19 of the first.
+    total = 0.0
+    for k in range(21, 2, -1):
+        total = (total + 1.0) * y / k
+    return 0.5 * y * y * (1.0 + total)
 
 
 @functools.lru_cache(maxsize=16384)

@@ -10,7 +10,7 @@ Every mechanism here is private between datasets that differ by **adding or remo
 
     P = N(0, 1),   Q = (1 - q) N(0, 1) + q N(mu, 1),
 
-composed, in the worse of the two directions, or of an (epsilon, delta) pair.
+composed, in the worse of the two directions, or of a Laplace or an (epsilon, delta) pair.
 
 Only the standard library is used, so that every part of the product may import this module.
 """
@@ -24,13 +24,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
-from typing import ClassVar, Final, Literal, TypeVar, cast
+from typing import ClassVar, Final, Literal, Self, TypeVar, cast
 
 from accounting.canonical import digest
 from accounting.errors import InvalidMechanism
 
 NEIGHBORING_RELATION: Final = "add_remove_one_unit"
 MAX_COUNT: Final = 10**9
+MAX_EPSILON: Final = "1000000"
 MAX_STEPS: Final = 10_000
 MAX_PARTS: Final = 1_000
 MAX_CLASSES: Final = 10_000
@@ -97,11 +98,11 @@ Term = GaussianTerm | ApproximateDPTerm | LaplaceTerm
 class _Reader:
     """Takes the fields of one JSON object, checks them, and refuses what is left over."""
 
-    def __init__(self, obj: object, where: str = "") -> None:
+    def __init__(self, obj: object, *, tagged: bool = True) -> None:
         if not isinstance(obj, Mapping):
-            raise InvalidMechanism(where, "must be a JSON object")
+            raise InvalidMechanism("", "must be a JSON object")
         self._obj: dict[str, object] = {str(k): v for k, v in obj.items()}
-        self._taken: set[str] = {"kind"}
+        self._taken: set[str] = {"kind"} if tagged else set()
 
     def has(self, name: str) -> bool:
         return self._obj.get(name) is not None
@@ -132,6 +133,10 @@ class _Reader:
             return default
         return check_count(name, value, at_most=at_most)
 
+    def optional_integer(self, name: str) -> int | None:
+        value = self.optional(name)
+        return None if value is None else check_count(name, value)
+
     def choice(self, name: str, choices: Sequence[str], default: str | None = None) -> str:
         value = self.optional(name)
         if value is None:
@@ -145,7 +150,7 @@ class _Reader:
     def done(self) -> None:
         for name in self._obj:
             if name not in self._taken:
-                raise InvalidMechanism(name, "is not a field of this kind of mechanism")
+                raise InvalidMechanism(name, "is not a field here")
 
 
 def check_positive(name: str, value: object, *, at_most: float = LARGEST) -> float:
@@ -214,12 +219,12 @@ def _json_decimal(value: Decimal) -> float | str:
 
 
 @dataclass(frozen=True)
-class Gaussian:
-    """``count`` Gaussian releases; ``noise_multiplier`` is noise std over L2 sensitivity."""
+class _Noise:
+    """``count`` releases, each with noise of the same scale over sensitivity."""
 
     noise_multiplier: float
     count: int = 1
-    kind: ClassVar[str] = "gaussian"
+    kind: ClassVar[str]
 
     def __post_init__(self) -> None:
         check_positive("noise_multiplier", self.noise_multiplier)
@@ -229,17 +234,105 @@ class Gaussian:
         return {"kind": self.kind, "noise_multiplier": self.noise_multiplier, "count": self.count}
 
     @classmethod
-    def from_json(cls, obj: object) -> Gaussian:
+    def from_json(cls, obj: object) -> Self:
         r = _Reader(obj)
         made = cls(r.number("noise_multiplier"), r.integer("count", default=1))
         r.done()
         return made
 
+    def missing_for_charge(self) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Gaussian(_Noise):
+    """``count`` Gaussian releases; ``noise_multiplier`` is noise std over L2 sensitivity."""
+
+    kind: ClassVar[str] = "gaussian"
+
     def alternatives(self) -> tuple[tuple[Term, ...], ...]:
         return ((GaussianTerm(1.0, _mu(self.noise_multiplier), self.count),),)
 
+
+@dataclass(frozen=True)
+class Laplace(_Noise):
+    """``count`` Laplace releases; ``noise_multiplier`` is noise scale over L1 sensitivity.
+
+    The scale b is that of the density exp(-|x|/b) / (2b).
+    """
+
+    kind: ClassVar[str] = "laplace"
+
+    def alternatives(self) -> tuple[tuple[Term, ...], ...]:
+        return ((LaplaceTerm(_mu(self.noise_multiplier), self.count),),)
+
+
+@dataclass(frozen=True)
+class NoisyCounts(_Noise):
+    """``count`` Gaussian releases of a vector of counts, clipped to L2 norm 1 a unit.
+
+    ``noise_multiplier`` is the noise's std. The counts (correct, incorrect) are one such vector; a
+    private test size is never divided by (design: metrics against private data).
+    """
+
+    kind: ClassVar[str] = "noisy_counts"
+
+    def alternatives(self) -> tuple[tuple[Term, ...], ...]:
+        return ((GaussianTerm(1.0, _mu(self.noise_multiplier), self.count),),)
+
+
+@dataclass(frozen=True)
+class _PureDP:
+    """``count`` releases, each (epsilon, 0)-DP; epsilon is the decimal as written."""
+
+    epsilon: Decimal
+    count: int = 1
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_decimal("epsilon", self.epsilon, zero_allowed=False, at_most=MAX_EPSILON)
+        check_count("count", self.count)
+
+    def to_json(self) -> dict[str, object]:
+        return {"kind": self.kind, "epsilon": _json_decimal(self.epsilon), "count": self.count}
+
+    @classmethod
+    def from_json(cls, obj: object) -> Self:
+        r = _Reader(obj)
+        made = cls(
+            check_decimal("epsilon", r.raw("epsilon"), zero_allowed=False, at_most=MAX_EPSILON),
+            r.integer("count", default=1),
+        )
+        r.done()
+        return made
+
+    def alternatives(self) -> tuple[tuple[Term, ...], ...]:
+        return ((ApproximateDPTerm(self.epsilon, Decimal(0), self.count),),)
+
     def missing_for_charge(self) -> str | None:
         return None
+
+
+@dataclass(frozen=True)
+class RandomizedResponse(_PureDP):
+    """``count`` releases whose privacy loss is +-epsilon and nothing else.
+
+    This pair dominates every (epsilon, 0)-DP mechanism (Kairouz, Oh and Viswanath 2015).
+    """
+
+    kind: ClassVar[str] = "randomized_response"
+
+
+@dataclass(frozen=True)
+class NoisyMax(_PureDP):
+    """``count`` reports of the index of the largest of some counts, each with noise Lap(1/epsilon).
+
+    One unit moves each count by at most 1, all in the same direction (adding or removing it), so an
+    index is (epsilon, 0)-DP (Dwork and Roth 2014, claim 3.9). The noisy value of the maximum is a
+    further release and no part of this.
+    """
+
+    kind: ClassVar[str] = "noisy_max"
 
 
 @dataclass(frozen=True)
@@ -310,9 +403,7 @@ class DPSGD:
         check_positive("sampling_probability", self.sampling_probability, at_most=1.0)
         check_positive("noise_multiplier", self.noise_multiplier)
         check_count("steps", self.steps)
-        for name in ("clip_norm", "divisor"):
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
+        _check_optional(clip_norm=self.clip_norm, divisor=self.divisor)
 
     def to_json(self) -> dict[str, object]:
         out: dict[str, object] = {
@@ -365,7 +456,7 @@ class ApproximateDP:
     kind: ClassVar[str] = "approximate_dp"
 
     def __post_init__(self) -> None:
-        check_decimal("epsilon", self.epsilon, zero_allowed=False, at_most="1000000")
+        check_decimal("epsilon", self.epsilon, zero_allowed=False, at_most=MAX_EPSILON)
         check_decimal("delta", self.delta, zero_allowed=True, at_most="1")
         if float(self.delta) >= 1.0:
             raise InvalidMechanism("delta", "must be below 1")
@@ -384,7 +475,7 @@ class ApproximateDP:
         r = _Reader(obj)
         delta = r.optional("delta")
         made = cls(
-            check_decimal("epsilon", r.raw("epsilon"), zero_allowed=False, at_most="1000000"),
+            check_decimal("epsilon", r.raw("epsilon"), zero_allowed=False, at_most=MAX_EPSILON),
             Decimal(0)
             if delta is None
             else check_decimal("delta", delta, zero_allowed=True, at_most="1"),
@@ -457,7 +548,7 @@ class EdmSchedule:
 
     @classmethod
     def from_json(cls, obj: object) -> EdmSchedule:
-        r = _Reader(obj)
+        r = _Reader(obj, tagged=False)
         r.choice("kind", (cls.kind,))
         made = cls(
             r.number("sigma_min"),
@@ -492,7 +583,7 @@ class ClassShare:
 
     @classmethod
     def from_json(cls, obj: object) -> ClassShare:
-        r = _Reader(obj)
+        r = _Reader(obj, tagged=False)
         label = r.raw("label")
         made = cls(
             cast(int, label),
@@ -733,17 +824,15 @@ class DenoisingBlock:
             beta=beta,
             subsampling=cast(SubsamplingKind, subsampling),
             sampling=cast(SamplingKind, r.choice("sampling", ("poisson", "fixed_size"), "poisson")),
-            subsample_size=r.integer("subsample_size") if r.has("subsample_size") else None,
-            public_size=r.integer("public_size") if r.has("public_size") else None,
-            outputs=r.integer("outputs") if r.has("outputs") else None,
+            subsample_size=r.optional_integer("subsample_size"),
+            public_size=r.optional_integer("public_size"),
+            outputs=r.optional_integer("outputs"),
             classes=classes,
             weight=None
             if weight is None
             else cast(WeightKind, r.choice("weight", ("density", "uniform", "centred"))),
             centre=centre,
-            feature_dimension=r.integer("feature_dimension")
-            if r.has("feature_dimension")
-            else None,
+            feature_dimension=r.optional_integer("feature_dimension"),
         )
         r.done()
         return made
@@ -756,6 +845,196 @@ def block_steps_of(schedule: EdmSchedule, fraction: object) -> int:
     """
     p = check_decimal("block_fraction", fraction, zero_allowed=False, at_most="1")
     return min(math.ceil(Fraction(p) * schedule.steps), schedule.steps - 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# FETA-Pro and its family
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SpatialStage:
+    """``rounds`` central images: each a noisy clipped sum over a Poisson sample, a class.
+
+    One unit has one label and adds at most ``clip_norm`` to its class's sum, so all classes of a
+    round are one Poisson-subsampled Gaussian. The noise's std is noise_multiplier * clip_norm, and
+    the sums are divided by ``divisor``, a public number for each class, whatever was drawn.
+    """
+
+    rounds: int
+    sampling_probability: float
+    noise_multiplier: float
+    clip_norm: float | None = None
+    divisor: float | None = None
+
+    def __post_init__(self) -> None:
+        check_count("rounds", self.rounds)
+        check_positive("sampling_probability", self.sampling_probability, at_most=1.0)
+        check_positive("noise_multiplier", self.noise_multiplier)
+        _check_optional(clip_norm=self.clip_norm, divisor=self.divisor)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "rounds": self.rounds,
+            "sampling_probability": self.sampling_probability,
+            "noise_multiplier": self.noise_multiplier,
+        } | _present(clip_norm=self.clip_norm, divisor=self.divisor)
+
+    @classmethod
+    def from_json(cls, obj: object) -> SpatialStage:
+        r = _Reader(obj, tagged=False)
+        made = cls(
+            r.integer("rounds"),
+            r.number("sampling_probability", at_most=1.0),
+            r.number("noise_multiplier"),
+            r.optional_number("clip_norm"),
+            r.optional_number("divisor"),
+        )
+        r.done()
+        return made
+
+    def terms(self) -> tuple[Term, ...]:
+        return (GaussianTerm(self.sampling_probability, _mu(self.noise_multiplier), self.rounds),)
+
+    def missing_for_charge(self) -> str | None:
+        return _first_missing(clip_norm=self.clip_norm, divisor=self.divisor)
+
+
+@dataclass(frozen=True)
+class FrequencyStage:
+    """One noisy mean of random Fourier features, outer product with the one-hot label.
+
+    A unit's sum of features is clipped to norm 1; the noise's std is noise_multiplier, and sum and
+    noise are divided by the declared size. ``feature_dimension`` K counts cosines and sines.
+    """
+
+    noise_multiplier: float
+    feature_dimension: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("noise_multiplier", self.noise_multiplier)
+        if self.feature_dimension is not None and (
+            check_count("feature_dimension", self.feature_dimension) % 2
+        ):
+            raise InvalidMechanism("feature_dimension", "must be even: cosines and sines")
+
+    def to_json(self) -> dict[str, object]:
+        return {"noise_multiplier": self.noise_multiplier} | _present(
+            feature_dimension=self.feature_dimension
+        )
+
+    @classmethod
+    def from_json(cls, obj: object) -> FrequencyStage:
+        r = _Reader(obj, tagged=False)
+        made = cls(
+            r.number("noise_multiplier"),
+            r.optional_integer("feature_dimension"),
+        )
+        r.done()
+        return made
+
+    def terms(self) -> tuple[Term, ...]:
+        return (GaussianTerm(1.0, _mu(self.noise_multiplier), 1),)
+
+    def missing_for_charge(self) -> str | None:
+        return _first_missing(feature_dimension=self.feature_dimension)
+
+
+@dataclass(frozen=True)
+class SgdStage:
+    """The synthesiser's DP-SGD; fields as in :class:`DPSGD`."""
+
+    sampling_probability: float
+    noise_multiplier: float
+    steps: int
+    clip_norm: float | None = None
+    divisor: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("sampling_probability", self.sampling_probability, at_most=1.0)
+        check_positive("noise_multiplier", self.noise_multiplier)
+        check_count("steps", self.steps)
+        _check_optional(clip_norm=self.clip_norm, divisor=self.divisor)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "sampling_probability": self.sampling_probability,
+            "noise_multiplier": self.noise_multiplier,
+            "steps": self.steps,
+        } | _present(clip_norm=self.clip_norm, divisor=self.divisor)
+
+    @classmethod
+    def from_json(cls, obj: object) -> SgdStage:
+        r = _Reader(obj, tagged=False)
+        made = cls(
+            r.number("sampling_probability", at_most=1.0),
+            r.number("noise_multiplier"),
+            r.integer("steps"),
+            r.optional_number("clip_norm"),
+            r.optional_number("divisor"),
+        )
+        r.done()
+        return made
+
+    def terms(self) -> tuple[Term, ...]:
+        return (GaussianTerm(self.sampling_probability, _mu(self.noise_multiplier), self.steps),)
+
+    def missing_for_charge(self) -> str | None:
+        return _first_missing(clip_norm=self.clip_norm, divisor=self.divisor)
+
+
+@dataclass(frozen=True)
+class FetaPro:
+    """Warm-up on noisy aggregates, then DP-SGD (second paper); a stage that is None is not run.
+
+    Its epsilon is that of all its stages composed: a model that was warmed up on private aggregates
+    has spent them. What is trained on released aggregates only (the auxiliary generator, the
+    warm-up) is post-processing and not part of the mechanism.
+    """
+
+    public_size: int
+    spatial: SpatialStage | None = None
+    frequency: FrequencyStage | None = None
+    dp_sgd: SgdStage | None = None
+    kind: ClassVar[str] = "feta_pro"
+
+    def __post_init__(self) -> None:
+        check_count("public_size", self.public_size)
+        if not self._stages():
+            raise InvalidMechanism("", "needs one of spatial, frequency, dp_sgd")
+
+    def _stages(self) -> dict[str, SpatialStage | FrequencyStage | SgdStage]:
+        stages = {"spatial": self.spatial, "frequency": self.frequency, "dp_sgd": self.dp_sgd}
+        return {name: stage for name, stage in stages.items() if stage is not None}
+
+    def to_json(self) -> dict[str, object]:
+        out: dict[str, object] = {"kind": self.kind, "public_size": self.public_size}
+        return out | {name: stage.to_json() for name, stage in self._stages().items()}
+
+    @classmethod
+    def from_json(cls, obj: object) -> FetaPro:
+        r = _Reader(obj)
+        spatial, frequency, dp_sgd = (r.optional(n) for n in ("spatial", "frequency", "dp_sgd"))
+        made = cls(
+            r.integer("public_size"),
+            None if spatial is None else _nested("spatial", spatial, SpatialStage.from_json),
+            None
+            if frequency is None
+            else _nested("frequency", frequency, FrequencyStage.from_json),
+            None if dp_sgd is None else _nested("dp_sgd", dp_sgd, SgdStage.from_json),
+        )
+        r.done()
+        return made
+
+    def alternatives(self) -> tuple[tuple[Term, ...], ...]:
+        return (tuple(t for stage in self._stages().values() for t in stage.terms()),)
+
+    def missing_for_charge(self) -> str | None:
+        for name, stage in self._stages().items():
+            missing = stage.missing_for_charge()
+            if missing is not None:
+                return f"{name}.{missing}"
+        return None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -809,7 +1088,7 @@ class Composition:
         r.done()
         made = []
         for i, value in enumerate(parts):
-            part = _nested(f"parts[{i}]", value, _Reader)
+            part = _nested(f"parts[{i}]", value, _untagged)
             try:
                 if _kind_of(part.raw("mechanism")) == cls.kind:
                     raise InvalidMechanism("mechanism.kind", "is a composition already")
@@ -838,14 +1117,31 @@ class Composition:
         return None
 
 
-Mechanism = Gaussian | SubsampledGaussian | DPSGD | ApproximateDP | DenoisingBlock | Composition
+Mechanism = (
+    Gaussian
+    | Laplace
+    | RandomizedResponse
+    | NoisyCounts
+    | NoisyMax
+    | SubsampledGaussian
+    | DPSGD
+    | ApproximateDP
+    | DenoisingBlock
+    | FetaPro
+    | Composition
+)
 
 _KINDS: Final[dict[str, Callable[[object], Mechanism]]] = {
     Gaussian.kind: Gaussian.from_json,
+    Laplace.kind: Laplace.from_json,
+    RandomizedResponse.kind: RandomizedResponse.from_json,
+    NoisyCounts.kind: NoisyCounts.from_json,
+    NoisyMax.kind: NoisyMax.from_json,
     SubsampledGaussian.kind: SubsampledGaussian.from_json,
     DPSGD.kind: DPSGD.from_json,
     ApproximateDP.kind: ApproximateDP.from_json,
     DenoisingBlock.kind: DenoisingBlock.from_json,
+    FetaPro.kind: FetaPro.from_json,
     Composition.kind: Composition.from_json,
 }
 
@@ -904,20 +1200,25 @@ def require_chargeable(mechanism: Mechanism) -> None:
     missing = mechanism.missing_for_charge()
     if missing is not None:
         raise InvalidMechanism(missing, "is required of a mechanism that is charged")
-    inner = (
-        [p.mechanism for p in mechanism.parts]
-        if isinstance(mechanism, Composition)
-        else [mechanism]
-    )
-    for m in inner:
-        if (
-            isinstance(m, DenoisingBlock)
-            and m.subsampling == "full_batch"
-            and m.sampling == "fixed_size"
-        ):
-            raise InvalidMechanism(
-                "sampling", "full_batch with fixed_size divides by the true n, which is private"
-            )
+    if isinstance(mechanism, Composition):
+        for i, part in enumerate(mechanism.parts):
+            try:
+                _require_public(part.mechanism)
+            except InvalidMechanism as error:
+                raise error.within(f"parts[{i}].mechanism") from None
+    else:
+        _require_public(mechanism)
+
+
+def _require_public(m: Mechanism) -> None:
+    if (
+        isinstance(m, DenoisingBlock)
+        and m.subsampling == "full_batch"
+        and m.sampling == "fixed_size"
+    ):
+        raise InvalidMechanism(
+            "sampling", "full_batch with fixed_size divides by the true n, which is private"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -926,7 +1227,10 @@ def require_chargeable(mechanism: Mechanism) -> None:
 
 
 def _mu(noise_multiplier: float) -> float:
-    return 1.0 / noise_multiplier
+    """1/noise_multiplier, rounded up: exact where it is a double."""
+    near = 1.0 / noise_multiplier
+    exact = Fraction(near) * Fraction(noise_multiplier) >= 1
+    return near if exact else math.nextafter(near, math.inf)
 
 
 def _kind_of(obj: object) -> str:
@@ -938,11 +1242,21 @@ def _kind_of(obj: object) -> str:
     return kind
 
 
+def _untagged(obj: object) -> _Reader:
+    return _Reader(obj, tagged=False)
+
+
 def _nested(where: str, value: object, read: Callable[[object], T]) -> T:
     try:
         return read(value)
     except InvalidMechanism as error:
         raise error.within(where) from None
+
+
+def _check_optional(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None:
+            check_positive(name, value)
 
 
 def _present(**values: object) -> dict[str, object]:
@@ -973,6 +1287,8 @@ def _single(alternatives: tuple[tuple[Term, ...], ...]) -> tuple[Term, ...]:
     out: list[Term] = []
     for column in zip(*alternatives, strict=True):
         gaussians = [t for t in column if isinstance(t, GaussianTerm)]
+        if len(gaussians) != len(column):
+            raise TypeError("only a block's classes, which are Gaussian, are alternatives")
         out.append(
             GaussianTerm(
                 max(t.sampling_probability for t in gaussians),

@@ -187,6 +187,49 @@ def test_costs_grow_with_rate_parameter_and_order(q: float, mu: float, order: fl
     assert max(cumulants.gaussian_cost(q, mu, order * 1.1)) >= here - room
 
 
+def exact_laplace(x: float, order: float) -> Decimal:
+    """Mironov 2017, proposition 6."""
+    with localcontext() as context:
+        context.prec, context.Emax, context.Emin = 80, 10**12, -(10**12)
+        a, inverse_scale = Decimal(order), Decimal(x)
+        left = a / (2 * a - 1) * ((a - 1) * inverse_scale).exp()
+        right = (a - 1) / (2 * a - 1) * (-a * inverse_scale).exp()
+        return (left + right).ln() / (a - 1)
+
+
+@given(
+    st.floats(-15, 3).map(lambda x: 10.0**x),
+    st.floats(-6, 5.9).map(lambda x: 1.0 + 10.0**x) | st.integers(2, 64).map(float),
+)
+@example(1.0, 2.0)
+@example(1e-15, 1.0 + 2.0**-20)
+@example(1e5, 1e6)
+@settings(max_examples=200, deadline=None)
+def test_laplace_has_the_closed_form(x: float, order: float) -> None:
+    cost, exact = cumulants.laplace_cost(x, order), exact_laplace(x, order)
+    assert exact <= Decimal(cost) <= exact * (1 + Decimal("2e-14"))
+    # e^-x bounds the ratio of the densities
+    assert cost <= x * (1.0 + 2e-14)
+    assert cost <= cumulants.pure_dp_cost(x, order)
+
+
+def test_laplace_costs_add_up_in_both_directions() -> None:
+    m = mechanism_from_json({"kind": "laplace", "noise_multiplier": 2.0, "count": 7})
+    ((term,),) = dominating_terms(m)
+    remove, add = cumulants.directed_costs((term,), 3.0)
+    assert remove == add == pytest.approx(7 * cumulants.laplace_cost(0.5, 3.0), rel=1e-12)
+    assert cumulants.renyi_cost(m, 3.0) == remove
+
+
+@pytest.mark.parametrize("order", [1.5, 2.0, 3.5, 16.0, 64.0])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 7.5])
+def test_dp_accounting_agrees_on_laplace(scale: float, order: float) -> None:
+    accountant = rdp_privacy_accountant.RdpAccountant([order])
+    accountant.compose(dp_accounting.LaplaceDpEvent(scale))
+    ours = cumulants.laplace_cost(1.0 / scale, order)
+    assert ours == pytest.approx(float(accountant._rdp[0]), rel=1e-9)
+
+
 def test_unsampled_gaussians_have_the_closed_form() -> None:
     m = mechanism_from_json({"kind": "gaussian", "noise_multiplier": 2.0, "count": 8})
     cost = cumulants.renyi_cost(m, 3.0)

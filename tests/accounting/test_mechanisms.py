@@ -6,10 +6,11 @@ import contextlib
 import csv
 import json
 import math
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from accounting.mechanisms import (
     DenoisingBlock,
     EdmSchedule,
     GaussianTerm,
+    LaplaceTerm,
     dominating_terms,
     mechanism_digest,
     require_chargeable,
@@ -56,6 +58,22 @@ DP_SGD: dict[str, Any] = {
 }
 GAUSSIAN: dict[str, Any] = {"kind": "gaussian", "noise_multiplier": 2.0, "count": 2}
 DECLARED: dict[str, Any] = {"kind": "approximate_dp", "epsilon": 0.5, "delta": 1e-7, "count": 3}
+LAPLACE: dict[str, Any] = {"kind": "laplace", "noise_multiplier": 2.0, "count": 3}
+RESPONSE: dict[str, Any] = {"kind": "randomized_response", "epsilon": 0.5, "count": 2}
+NOISY_COUNTS: dict[str, Any] = {"kind": "noisy_counts", "noise_multiplier": 30.0, "count": 1}
+NOISY_MAX: dict[str, Any] = {"kind": "noisy_max", "epsilon": 0.1, "count": 4}
+FETA: dict[str, Any] = {
+    "kind": "feta_pro",
+    "public_size": 55000,
+    "spatial": {"rounds": 5, "sampling_probability": 0.1091, "noise_multiplier": 20.0},
+    "frequency": {"noise_multiplier": 26.6},
+    "dp_sgd": {"sampling_probability": 1 / 14, "noise_multiplier": 14.78, "steps": 2100},
+}
+CHARGED_FETA: dict[str, Any] = FETA | {
+    "spatial": FETA["spatial"] | {"clip_norm": 14.0, "divisor": 600.0},
+    "frequency": FETA["frequency"] | {"feature_dimension": 10000},
+    "dp_sgd": FETA["dp_sgd"] | {"clip_norm": 1e-3, "divisor": 3928.0},
+}
 CLASSES = [
     {"label": 0, "outputs": 50, "sampling_probability": 0.006},
     {"label": 1, "outputs": 40, "sampling_probability": 0.008},
@@ -76,9 +94,20 @@ def conditional(**more: Any) -> dict[str, Any]:
 positive = st.floats(1e-100, 1e100)
 rates = st.floats(1e-100, 1.0)
 counts = st.integers(1, 1000)
+epsilons = st.one_of(
+    st.floats(1e-100, 1e6), st.integers(1, 1000), st.just("0.1000000000000000000001")
+)
 simple = st.one_of(
     st.fixed_dictionaries(
-        {"kind": st.just("gaussian"), "noise_multiplier": positive}, optional={"count": counts}
+        {
+            "kind": st.sampled_from(["gaussian", "laplace", "noisy_counts"]),
+            "noise_multiplier": positive,
+        },
+        optional={"count": counts},
+    ),
+    st.fixed_dictionaries(
+        {"kind": st.sampled_from(["randomized_response", "noisy_max"]), "epsilon": epsilons},
+        optional={"count": counts},
     ),
     st.fixed_dictionaries(
         {
@@ -100,9 +129,7 @@ simple = st.one_of(
     st.fixed_dictionaries(
         {
             "kind": st.just("approximate_dp"),
-            "epsilon": st.one_of(
-                st.floats(1e-100, 1e6), st.integers(1, 1000), st.just("0.1000000000000000000001")
-            ),
+            "epsilon": epsilons,
         },
         optional={"delta": st.one_of(st.just(0), st.floats(1e-100, 1.0)), "count": counts},
     ),
@@ -150,13 +177,28 @@ def blocks(draw: st.DrawFn) -> dict[str, Any]:
     return obj
 
 
-mechanisms = st.one_of(
-    simple,
-    blocks(),
-    st.lists(
-        st.fixed_dictionaries(
-            {"mechanism": st.one_of(simple, blocks())}, optional={"count": st.integers(1, 9)}
+stages = st.fixed_dictionaries(
+    {"kind": st.just("feta_pro"), "public_size": counts},
+    optional={
+        "spatial": st.fixed_dictionaries(
+            {"rounds": counts, "sampling_probability": rates, "noise_multiplier": positive},
+            optional={"clip_norm": positive, "divisor": positive},
         ),
+        "frequency": st.fixed_dictionaries(
+            {"noise_multiplier": positive},
+            optional={"feature_dimension": counts.map(lambda k: 2 * k)},
+        ),
+        "dp_sgd": st.fixed_dictionaries(
+            {"sampling_probability": rates, "noise_multiplier": positive, "steps": counts},
+            optional={"clip_norm": positive, "divisor": positive},
+        ),
+    },
+).filter(lambda obj: len(obj) > 2)
+one = st.one_of(simple, blocks(), stages)
+mechanisms = st.one_of(
+    one,
+    st.lists(
+        st.fixed_dictionaries({"mechanism": one}, optional={"count": st.integers(1, 9)}),
         min_size=1,
         max_size=4,
     ).map(lambda parts: {"kind": "composition", "parts": parts}),
@@ -178,9 +220,14 @@ def test_json_round_trip(obj: dict[str, Any]) -> None:
             if isinstance(term, GaussianTerm):
                 assert 0.0 < term.sampling_probability <= 1.0
                 assert 0.0 < term.mu < math.inf
+            elif isinstance(term, LaplaceTerm):
+                assert 0.0 < term.inverse_scale < math.inf
 
 
-@pytest.mark.parametrize("obj", [BLOCK, SUBSAMPLED, DP_SGD, GAUSSIAN, DECLARED, conditional()])
+SIMPLE = [GAUSSIAN, LAPLACE, RESPONSE, NOISY_COUNTS, NOISY_MAX, SUBSAMPLED, DP_SGD, DECLARED]
+
+
+@pytest.mark.parametrize("obj", [*SIMPLE, BLOCK, conditional(), FETA, CHARGED_FETA])
 def test_what_was_written_stands_in_the_json(obj: dict[str, Any]) -> None:
     written = mechanism_to_json(mechanism_from_json(obj))
     assert {k: written[k] for k in obj} == obj
@@ -195,6 +242,7 @@ def test_a_change_of_any_number_changes_the_digest() -> None:
 
 # -- bad input names its field ---------------------------------------------------------------------
 
+OUT_OF_RANGE = (10**400, 1e200, 1e-200, 1e-300, 5e-324)
 BAD: list[tuple[Any, str]] = [
     (None, ""),
     ([], ""),
@@ -202,12 +250,56 @@ BAD: list[tuple[Any, str]] = [
     ({"kind": "laplacian"}, "kind"),
     ({"kind": ["gaussian"]}, "kind"),
     *(
-        (GAUSSIAN | {"noise_multiplier": v}, "noise_multiplier")
-        for v in (0, -1.0, math.nan, math.inf, -math.inf, "2", True, None, 10**400, 1e-200, 1e200)
+        (base | {"noise_multiplier": v}, "noise_multiplier")
+        for base in (GAUSSIAN, LAPLACE, NOISY_COUNTS)
+        for v in (0, -1.0, math.nan, math.inf, -math.inf, "2", True, None, *OUT_OF_RANGE)
     ),
-    (without(GAUSSIAN, "noise_multiplier"), "noise_multiplier"),
-    *((GAUSSIAN | {"count": v}, "count") for v in (0, -1, 1.5, True, "3", 10**10)),
-    (GAUSSIAN | {"sigma": 1.0}, "sigma"),
+    *(
+        (without(base, "noise_multiplier"), "noise_multiplier")
+        for base in (GAUSSIAN, LAPLACE, NOISY_COUNTS)
+    ),
+    *(
+        (base | {"count": v}, "count")
+        for base in SIMPLE
+        if "count" in base
+        for v in (0, -1, 1.5, True, "3", 10**9 + 1)
+    ),
+    *((base | {"sigma": 1.0}, "sigma") for base in [*SIMPLE, BLOCK, FETA]),
+    *(
+        (base | {"epsilon": v}, "epsilon")
+        for base in (RESPONSE, NOISY_MAX)
+        for v in (0, -1, "x", math.nan, -math.inf, 1e7, True, "9" * 70, None, 1e-300)
+    ),
+    *((base | {"delta": 1e-7}, "delta") for base in (RESPONSE, NOISY_MAX)),
+    ({"kind": "feta_pro", "public_size": 5}, ""),
+    (FETA | {"public_size": 0}, "public_size"),
+    (without(FETA, "public_size"), "public_size"),
+    *((FETA | {name: 5}, name) for name in ("spatial", "frequency", "dp_sgd")),
+    *(
+        (FETA | {stage: FETA[stage] | {name: v}}, f"{stage}.{name}")
+        for stage in ("spatial", "frequency", "dp_sgd")
+        for name in FETA[stage]
+        for v in (0, -1, math.nan, math.inf, True, "1", 10**400, 5e-324)
+    ),
+    *(
+        (FETA | {stage: without(FETA[stage], name)}, f"{stage}.{name}")
+        for stage in ("spatial", "frequency", "dp_sgd")
+        for name in FETA[stage]
+    ),
+    *(
+        (FETA | {stage: FETA[stage] | {"kind": "x"}}, f"{stage}.kind")
+        for stage in ("spatial", "frequency", "dp_sgd")
+    ),
+    *(
+        (FETA | {stage: FETA[stage] | {name: 0.0}}, f"{stage}.{name}")
+        for stage in ("spatial", "dp_sgd")
+        for name in ("clip_norm", "divisor")
+    ),
+    *(
+        (FETA | {"frequency": FETA["frequency"] | {"feature_dimension": v}}, path)
+        for v in (0, 3, 2.0)
+        for path in ["frequency.feature_dimension"]
+    ),
     *(
         (SUBSAMPLED | {"sampling_probability": v}, "sampling_probability")
         for v in (0, -0.1, 1.0000001, math.nan, "0.1")
@@ -269,6 +361,7 @@ BAD: list[tuple[Any, str]] = [
         "classes[0].sampling_probability",
     ),
     (conditional(classes=[CLASSES[0] | {"rate": 2}]), "classes[0].rate"),
+    (conditional(classes=[CLASSES[0] | {"kind": "x"}]), "classes[0].kind"),
     (conditional(outputs=3), "outputs"),
     (conditional(sampling="fixed_size"), "sampling"),
     ({"kind": "composition"}, "parts"),
@@ -282,6 +375,11 @@ BAD: list[tuple[Any, str]] = [
     ),
     ({"kind": "composition", "parts": [{"mechanism": GAUSSIAN, "count": 0}]}, "parts[0].count"),
     ({"kind": "composition", "parts": [{"mechanism": GAUSSIAN, "times": 2}]}, "parts[0].times"),
+    ({"kind": "composition", "parts": [{"mechanism": GAUSSIAN, "kind": "x"}]}, "parts[0].kind"),
+    (
+        {"kind": "composition", "parts": [{"mechanism": FETA | {"frequency": {}}}]},
+        "parts[0].mechanism.frequency.noise_multiplier",
+    ),
     (
         {"kind": "composition", "parts": [{"mechanism": GAUSSIAN | {"count": 10**9}, "count": 2}]},
         "parts[0].count",
@@ -306,11 +404,14 @@ def test_bad_input_names_its_field(obj: Any, field: str) -> None:
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
         lambda inner: (
             st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from([*BLOCK, *SUBSAMPLED, *DECLARED, "parts"]), inner)
+            | st.dictionaries(
+                st.sampled_from([*BLOCK, *SUBSAMPLED, *DECLARED, *FETA, *FETA["dp_sgd"], "parts"]),
+                inner,
+            )
         ),
         max_leaves=12,
     ),
-    st.sampled_from([BLOCK, SUBSAMPLED, DP_SGD, GAUSSIAN, DECLARED]),
+    st.sampled_from([*SIMPLE, BLOCK, FETA]),
     st.data(),
 )
 @settings(max_examples=300, deadline=None)
@@ -479,6 +580,39 @@ def test_declared_decimals_are_kept_as_written() -> None:
             {"kind": "composition", "parts": [{"mechanism": DP_SGD}]},
             "parts[0].mechanism.clip_norm",
         ),
+        (
+            {
+                "kind": "composition",
+                "parts": [
+                    {"mechanism": GAUSSIAN},
+                    {
+                        "mechanism": without(
+                            BLOCK,
+                            "subsample_size",
+                            subsampling="full_batch",
+                            sampling="fixed_size",
+                            weight="uniform",
+                            feature_dimension=784,
+                        )
+                    },
+                ],
+            },
+            "parts[1].mechanism.sampling",
+        ),
+        *(
+            (CHARGED_FETA | {stage: without(CHARGED_FETA[stage], name)}, f"{stage}.{name}")
+            for stage, name in (
+                ("spatial", "clip_norm"),
+                ("spatial", "divisor"),
+                ("frequency", "feature_dimension"),
+                ("dp_sgd", "clip_norm"),
+                ("dp_sgd", "divisor"),
+            )
+        ),
+        (
+            {"kind": "composition", "parts": [{"mechanism": FETA}]},
+            "parts[0].mechanism.spatial.clip_norm",
+        ),
     ],
 )
 def test_what_is_charged_carries_what_the_code_reads(obj: dict[str, Any], field: str) -> None:
@@ -491,8 +625,15 @@ def test_what_is_charged_carries_what_the_code_reads(obj: dict[str, Any], field:
     "obj",
     [
         GAUSSIAN,
+        LAPLACE,
+        RESPONSE,
+        NOISY_COUNTS,
+        NOISY_MAX,
         DECLARED,
         DP_SGD | {"clip_norm": 1.0, "divisor": 100},
+        CHARGED_FETA,
+        without(CHARGED_FETA, "spatial", "frequency"),
+        {"kind": "composition", "parts": [{"mechanism": CHARGED_FETA, "count": 2}]},
         BLOCK | {"weight": "uniform", "feature_dimension": 784},
         BLOCK | {"weight": "centred", "centre": "public_class_mean", "feature_dimension": 784},
     ],
@@ -526,7 +667,7 @@ def test_a_question_has_a_bounded_number_of_parts() -> None:
     )
     assert len(dominating_terms(few)) == 3
     long = mechanism_from_json(
-        BLOCK | {"schedule": EDM | {"steps": 500}, "block_steps": 400, "subsampling": "per_step"}
+        BLOCK | {"schedule": EDM | {"steps": 1200}, "block_steps": 1100, "subsampling": "per_step"}
     )
     with pytest.raises(InvalidMechanism) as refused:
         dominating_terms(long)
@@ -552,3 +693,106 @@ def test_a_decimal_is_ascii_digits_as_written(text: str) -> None:
     with pytest.raises(InvalidMechanism) as refused:
         mechanism_from_json({"kind": "approximate_dp", "epsilon": text, "count": 1})
     assert refused.value.field == "epsilon"
+
+
+# -- the other kinds -------------------------------------------------------------------------------
+
+
+def above(x: float) -> float:
+    return math.nextafter(x, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("obj", "term"),
+    [
+        (LAPLACE, LaplaceTerm(0.5, 3)),
+        (RESPONSE, ApproximateDPTerm(Decimal("0.5"), Decimal(0), 2)),
+        (NOISY_COUNTS, GaussianTerm(1.0, above(1 / 30), 1)),
+        (NOISY_MAX, ApproximateDPTerm(Decimal("0.1"), Decimal(0), 4)),
+    ],
+)
+def test_what_each_kind_costs(obj: dict[str, Any], term: Any) -> None:
+    assert dominating_terms(mechanism_from_json(obj)) == ((term,),)
+    once = dominating_terms(mechanism_from_json(without(obj, "count")))
+    assert once == ((replace(term, count=1),),)
+
+
+@given(positive)
+@settings(max_examples=100, deadline=None)
+def test_the_reciprocal_of_a_noise_multiplier_is_rounded_up(noise: float) -> None:
+    for kind in ("gaussian", "laplace"):
+        m = mechanism_from_json({"kind": kind, "noise_multiplier": noise})
+        ((term,),) = dominating_terms(m)
+        value = term.mu if isinstance(term, GaussianTerm) else cast(LaplaceTerm, term).inverse_scale
+        assert 1 <= Fraction(value) * Fraction(noise) <= 1 + Fraction(1, 2**51)
+
+
+def test_a_rate_that_rounds_to_one_is_not_amplified() -> None:
+    m = mechanism_from_json(SUBSAMPLED | {"sampling_probability": 1 + 1e-16})
+    assert dominating_terms(m) == ((GaussianTerm(1.0, 0.5, 10),),)
+
+
+def test_every_stage_of_a_pipeline_is_charged() -> None:
+    m = mechanism_from_json(FETA)
+    sgd = GaussianTerm(1 / 14, above(1 / 14.78), 2100)
+    assert dominating_terms(m) == (
+        (GaussianTerm(0.1091, 0.05, 5), GaussianTerm(1.0, above(1 / 26.6), 1), sgd),
+    )
+    alone = mechanism_from_json(without(FETA, "spatial", "frequency"))
+    assert dominating_terms(alone) == ((sgd,),)
+    # DP-SGD is charged as the stage of the same name is, neither a step more nor a step less
+    stage = mechanism_from_json({"kind": "dp_sgd"} | FETA["dp_sgd"])
+    assert dominating_terms(stage) == dominating_terms(alone)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 13, 2100])
+def test_steps_are_counted_as_they_are_run(steps: int) -> None:
+    sgd = mechanism_from_json(DP_SGD | {"steps": steps})
+    spatial = mechanism_from_json(
+        without(FETA, "frequency", "dp_sgd", spatial=FETA["spatial"] | {"rounds": steps})
+    )
+    for m in (sgd, spatial):
+        ((term,),) = dominating_terms(m)
+        assert term.count == steps
+
+
+@pytest.mark.parametrize("block_steps", [1, 2, 38])
+def test_a_block_has_one_parameter_for_each_of_its_steps(block_steps: int) -> None:
+    m = mechanism_from_json(BLOCK | {"block_steps": block_steps, "subsampling": "per_step"})
+    assert isinstance(m, DenoisingBlock)
+    assert len(m.step_mu()) == len(m.levels()) - 1 == block_steps
+    (terms,) = dominating_terms(m)
+    assert sum(t.count for t in terms) == block_steps * 500
+
+
+def test_what_touches_every_gradient_of_a_batch_is_counted_so() -> None:
+    """One record that meets each of 64 sanitised gradients of 100 steps is charged 6400 times."""
+    step = {"kind": "gaussian", "noise_multiplier": 2.0, "count": 64}
+    m = mechanism_from_json({"kind": "composition", "parts": [{"mechanism": step, "count": 100}]})
+    assert dominating_terms(m) == ((GaussianTerm(1.0, 0.5, 6400),),)
+
+
+def test_three_noisy_maxima_are_three_charges() -> None:
+    m = mechanism_from_json({"kind": "composition", "parts": [{"mechanism": NOISY_MAX}] * 3})
+    assert dominating_terms(m) == ((ApproximateDPTerm(Decimal("0.1"), Decimal(0), 12),),)
+
+
+def test_a_rate_comes_from_the_declared_size() -> None:
+    obj = without(DP_SGD, "sampling_probability", expected_batch_size=4096, public_size=55000)
+    m = mechanism_from_json(obj)
+    ((term,),) = dominating_terms(m)
+    assert isinstance(term, GaussianTerm)
+    assert term.sampling_probability == 4096 / 55000
+    with pytest.raises(InvalidMechanism) as refused:
+        mechanism_from_json(without(obj, "public_size", n=54321))
+    assert refused.value.field == "public_size"
+
+
+def test_a_composition_may_have_a_thousand_distinct_parts() -> None:
+    parts = [{"mechanism": SUBSAMPLED | {"noise_multiplier": 1 + i / 100}} for i in range(1000)]
+    (terms,) = dominating_terms(mechanism_from_json({"kind": "composition", "parts": parts}))
+    assert len(terms) == 1000
+    feta = [{"mechanism": FETA | {"frequency": {"noise_multiplier": 1 + i}}} for i in range(999)]
+    with pytest.raises(InvalidMechanism) as refused:
+        dominating_terms(mechanism_from_json({"kind": "composition", "parts": [*parts[:1], *feta]}))
+    assert refused.value.field == "mechanism"
