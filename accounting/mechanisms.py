@@ -1038,6 +1038,226 @@ class FetaPro:
 
 
 # --------------------------------------------------------------------------------------------------
+# Events of dp_accounting
+# --------------------------------------------------------------------------------------------------
+
+EVENT_MODULE: Final = "dp_accounting.dp_event"
+MAX_EVENTS: Final = 4_000  # a thousand subsampled Gaussians, each with its count, and their list
+MAX_EVENT_DEPTH: Final = 32
+
+# The fields of each event that has a meaning here, and what each holds.
+_EVENT_FIELDS: Final[dict[str, dict[str, str]]] = {
+    "NoOpDpEvent": {},
+    "GaussianDpEvent": {"noise_multiplier": "positive"},
+    "LaplaceDpEvent": {"noise_multiplier": "positive"},
+    "DiscreteLaplaceDpEvent": {"noise_parameter": "positive", "sensitivity": "count"},
+    "PoissonSampledDpEvent": {"sampling_probability": "rate", "event": "event"},
+    "SelfComposedDpEvent": {"event": "event", "count": "count"},
+    "ComposedDpEvent": {"events": "events"},
+}
+
+_EVENT_NUMBERS: Final[dict[str, Callable[[str, object], float | int]]] = {
+    "positive": check_positive,
+    "rate": lambda name, value: check_positive(name, value, at_most=1.0),
+    "count": check_count,
+}
+
+# Events that the library has and that are refused, each with its reason.
+_REFUSED_EVENTS: Final = {
+    "NonPrivateDpEvent": "has no privacy",
+    "UnsupportedDpEvent": "says nothing about privacy",
+    "RandomizedResponseDpEvent": "means replacing a record, not adding or removing one",
+    "SampledWithReplacementDpEvent": "means replacing a record, not adding or removing one",
+    "SampledWithoutReplacementDpEvent": "means replacing a record, not adding or removing one",
+    "SingleEpochTreeAggregationDpEvent": "means zeroing a record, not adding or removing one",
+    "RepeatAndSelectDpEvent": "has only Renyi bounds, and no pair of distributions",
+    "ZCDpEvent": "has only Renyi bounds, and no pair of distributions",
+    "MixtureOfGaussiansDpEvent": "is not known to this accountant",
+    "TruncatedSubsampledGaussianDpEvent": "is not known to this accountant",
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """A node of a dp_accounting event tree: the class's name and its fields in their order.
+
+    Only events whose privacy between datasets that differ by one added or removed record is known
+    exactly are read. The library leaves that relation to its accountant; here it is fixed.
+    """
+
+    class_name: str
+    fields: tuple[tuple[str, EventValue], ...] = ()
+
+    def __post_init__(self) -> None:
+        expected = _event_fields(self.class_name)
+        if tuple(name for name, _ in self.fields) != tuple(expected):
+            raise InvalidMechanism("", f"has the fields {', '.join(expected) or 'none'}, in order")
+        for name, value in self.fields:
+            if expected[name] in _EVENT_NUMBERS:
+                _EVENT_NUMBERS[expected[name]](name, value)
+
+    def __getitem__(self, name: str) -> EventValue:
+        return dict(self.fields)[name]
+
+    def to_json(self) -> dict[str, object]:
+        """The fields of the library's own ``to_named_tuple``, in its order."""
+        out: dict[str, object] = {"module_name": EVENT_MODULE, "class_name": self.class_name}
+        for name, value in self.fields:
+            if isinstance(value, Event):
+                out[name] = value.to_json()
+            elif isinstance(value, tuple):
+                out[name] = [event.to_json() for event in value]
+            else:
+                out[name] = value
+        return out
+
+    @classmethod
+    def read(cls, value: object, fields_of: Callable[[object], object] | None = None) -> Event:
+        """Reads a tree of JSON objects, or of what ``fields_of`` makes into one, node by node.
+
+        Raises:
+            InvalidMechanism: an event is unknown or means something else, a field is missing,
+                unknown or out of range, or the tree is larger than MAX_EVENTS or MAX_EVENT_DEPTH.
+        """
+        return _EventReader(fields_of or (lambda node: node)).node(value, 1)
+
+
+EventValue = float | int | Event | tuple[Event, ...]
+
+
+def _event_fields(class_name: object) -> dict[str, str]:
+    if isinstance(class_name, str) and class_name in _REFUSED_EVENTS:
+        raise InvalidMechanism("class_name", f"{class_name} {_REFUSED_EVENTS[class_name]}")
+    if not isinstance(class_name, str) or class_name not in _EVENT_FIELDS:
+        raise InvalidMechanism("class_name", f"must be one of {', '.join(_EVENT_FIELDS)}")
+    return _EVENT_FIELDS[class_name]
+
+
+class _EventReader:
+    """Reads one tree, and counts its nodes: a tree made in Python may hold one node many times."""
+
+    def __init__(self, fields_of: Callable[[object], object]) -> None:
+        self._fields_of = fields_of
+        self._nodes = 0
+
+    def node(self, value: object, depth: int) -> Event:
+        self._nodes += 1
+        if self._nodes > MAX_EVENTS:
+            raise InvalidMechanism("", f"makes more than {MAX_EVENTS} events")
+        if depth > MAX_EVENT_DEPTH:
+            raise InvalidMechanism("", f"is nested deeper than {MAX_EVENT_DEPTH} events")
+        r = _Reader(self._fields_of(value), tagged=False)
+        r.choice("module_name", (EVENT_MODULE,), EVENT_MODULE)
+        class_name = r.raw("class_name")
+        made = tuple(
+            (name, self._field(name, r.raw(name), holds, depth))
+            for name, holds in _event_fields(class_name).items()
+        )
+        r.done()
+        return Event(cast(str, class_name), made)
+
+    def _field(self, name: str, value: object, holds: str, depth: int) -> EventValue:
+        if holds in _EVENT_NUMBERS:
+            return _EVENT_NUMBERS[holds](name, value)
+        if holds == "event":
+            return _nested(name, value, lambda node: self.node(node, depth + 1))
+        if not isinstance(value, list | tuple):
+            raise InvalidMechanism(name, "must be a list")
+        return tuple(
+            _nested(f"{name}[{i}]", node, lambda node: self.node(node, depth + 1))
+            for i, node in enumerate(value)
+        )
+
+
+def _event_terms(event: Event, times: int) -> tuple[Term, ...]:
+    """The terms of ``times`` repetitions of an event; none for one that releases nothing."""
+    if event.class_name == "NoOpDpEvent":
+        return ()
+    if event.class_name == "GaussianDpEvent":
+        return (GaussianTerm(1.0, _mu(cast(float, event["noise_multiplier"])), times),)
+    if event.class_name == "LaplaceDpEvent":
+        return (LaplaceTerm(_mu(cast(float, event["noise_multiplier"])), times),)
+    if event.class_name == "DiscreteLaplaceDpEvent":
+        # Moved by 1, the ratio of the densities is e^{+-a} and nothing else: the randomised
+        # response pair. Moved by more it takes values between, for which there is no term.
+        if event["sensitivity"] != 1:
+            raise InvalidMechanism("sensitivity", "must be 1 to be accounted exactly")
+        return (
+            ApproximateDPTerm(Decimal(cast(float, event["noise_parameter"])), Decimal(0), times),
+        )
+    if event.class_name == "SelfComposedDpEvent":
+        times *= cast(int, event["count"])
+        if times > MAX_COUNT:
+            raise InvalidMechanism("count", f"makes more than {MAX_COUNT}")
+        return _nested("event", event["event"], lambda e: _event_terms(cast(Event, e), times))
+    if event.class_name == "ComposedDpEvent":
+        terms: list[Term] = []
+        for i, inner in enumerate(cast(tuple[Event, ...], event["events"])):
+            terms += _nested(f"events[{i}]", inner, lambda e: _event_terms(cast(Event, e), times))
+        return tuple(terms)
+    q = cast(float, event["sampling_probability"])
+    if q == 1.0:
+        return _nested("event", event["event"], lambda e: _event_terms(cast(Event, e), times))
+    return _sampled_terms(
+        q, _nested("event", event["event"], lambda e: _event_terms(cast(Event, e), 1)), times
+    )
+
+
+def _sampled_terms(q: float, inner: tuple[Term, ...], times: int) -> tuple[Term, ...]:
+    """One Poisson sample for all of ``inner``, which must be Gaussian and itself unsampled.
+
+    Gaussians on one sample are a single Gaussian with mu^2 = sum mu_i^2; an (epsilon, delta) pair
+    or a Laplace one would be amplified too, but into a pair that is no term.
+    """
+    if not inner:
+        return ()
+    gaussians = [t for t in inner if isinstance(t, GaussianTerm) and t.sampling_probability == 1.0]
+    if len(gaussians) != len(inner):
+        raise InvalidMechanism(
+            "event", "must be a Gaussian, or Gaussians composed, to be accounted under sampling"
+        )
+    mu = gaussians[0].mu
+    if len(gaussians) > 1 or gaussians[0].count > 1:
+        largest = max(t.mu for t in gaussians)
+        total = math.fsum(t.count * (t.mu / largest) ** 2 for t in gaussians)
+        mu = largest * math.sqrt(total) * _MU_ROUND_UP
+    return (GaussianTerm(q, mu, times),)
+
+
+@dataclass(frozen=True)
+class DpEvent:
+    """An event tree of dp_accounting, read as private between an added or removed record.
+
+    A question only: an event names no relation and none of the numbers that running code would
+    read, so that a ledger could not say what it charged for.
+    """
+
+    event: Event
+    kind: ClassVar[str] = "dp_event"
+
+    def __post_init__(self) -> None:
+        self.alternatives()  # counts multiply here, and some events have no term
+
+    def to_json(self) -> dict[str, object]:
+        return {"kind": self.kind, "event": self.event.to_json()}
+
+    @classmethod
+    def from_json(cls, obj: object) -> DpEvent:
+        r = _Reader(obj)
+        event = _nested("event", r.raw("event"), Event.read)
+        r.done()
+        return cls(event)
+
+    def alternatives(self) -> tuple[tuple[Term, ...], ...]:
+        terms = _nested("event", self.event, lambda e: _event_terms(cast(Event, e), 1))
+        # Nothing at all is written as what it costs, for accountants that need a term.
+        return (terms or (ApproximateDPTerm(Decimal(0), Decimal(0), 1),),)
+
+    def missing_for_charge(self) -> str | None:
+        return None
+
+
+# --------------------------------------------------------------------------------------------------
 # Composition
 # --------------------------------------------------------------------------------------------------
 
@@ -1128,6 +1348,7 @@ Mechanism = (
     | ApproximateDP
     | DenoisingBlock
     | FetaPro
+    | DpEvent
     | Composition
 )
 
@@ -1142,6 +1363,7 @@ _KINDS: Final[dict[str, Callable[[object], Mechanism]]] = {
     ApproximateDP.kind: ApproximateDP.from_json,
     DenoisingBlock.kind: DenoisingBlock.from_json,
     FetaPro.kind: FetaPro.from_json,
+    DpEvent.kind: DpEvent.from_json,
     Composition.kind: Composition.from_json,
 }
 
@@ -1194,8 +1416,9 @@ def require_chargeable(mechanism: Mechanism) -> None:
     """Checks that a ledger may charge for this mechanism.
 
     Raises:
-        InvalidMechanism: a field that the running code would read is missing, or the mechanism is
-            one whose guarantee needs a number that is private (the paper's divisor by the true n).
+        InvalidMechanism: a field that the running code would read is missing, the mechanism is one
+            whose guarantee needs a number that is private (the paper's divisor by the true n), or
+            it does not itself state the neighbouring relation (an event of dp_accounting).
     """
     missing = mechanism.missing_for_charge()
     if missing is not None:
@@ -1203,14 +1426,20 @@ def require_chargeable(mechanism: Mechanism) -> None:
     if isinstance(mechanism, Composition):
         for i, part in enumerate(mechanism.parts):
             try:
-                _require_public(part.mechanism)
+                _require_stated(part.mechanism)
             except InvalidMechanism as error:
                 raise error.within(f"parts[{i}].mechanism") from None
     else:
-        _require_public(mechanism)
+        _require_stated(mechanism)
 
 
-def _require_public(m: Mechanism) -> None:
+def _require_stated(m: Mechanism) -> None:
+    # What a client declares (approximate_dp, noisy_max, ...) states its cost between neighbours of
+    # this relation, and may be charged. An event leaves the relation to whoever accounts for it.
+    if isinstance(m, DpEvent):
+        raise InvalidMechanism(
+            "kind", "dp_event names no neighbouring relation; charge what ran as other kinds"
+        )
     if (
         isinstance(m, DenoisingBlock)
         and m.subsampling == "full_batch"
