@@ -43,9 +43,10 @@ monotonicity of u, and beyond the last block by normal tails.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
@@ -73,6 +74,16 @@ DEFAULT_SECONDS: Final = 60.0
 
 _ACCURACY: Final = 50  # bits below the size of the sum at which quadrature and tails are cut
 _MOST_LATTICE: Final = 4_000_000  # points that double precision scans
+_MOST_NODES: Final = 2_000_000
+_MOST_BITS: Final = 2048
+_MOST_ROUNDS: Final = 8
+# Seconds on one slow core, from which a round's time is told before it starts.
+_SECONDS_PER_WEIGHT: Final = 1.5e-5
+_SECONDS_PER_POWER: Final = 1.0e-6
+_SECONDS_PER_PRODUCT: Final = 1.0e-7
+_SECONDS_PER_NODE: Final = 3.0e-5
+_ROUGH: Final = 0.05
+_MOST_RESPONSES: Final = 100_000
 _LEAST_C: Final = 1e-2
 _MOST_C: Final = 1e12
 
@@ -125,7 +136,17 @@ class _Lattice:
     last: int
     runs: tuple[tuple[int, int], ...]
 
+    @property
+    def size(self) -> int:
+        return sum(b - a + 1 for a, b in self.runs)
 
+    def seconds(self, count: int) -> float:
+        side = math.sqrt(count)
+        each = _SECONDS_PER_WEIGHT + 2.0 * side * _SECONDS_PER_POWER + count * _SECONDS_PER_PRODUCT
+        return self.size * each
+
+
+@functools.lru_cache(maxsize=4096)
 def _choose_lattice(q: float, mu: float, remove: bool, c: float, bits: int) -> _Lattice:
     """In double precision; what it leaves out is bounded later, so nothing here needs a proof."""
     wanted = bits * math.log(2.0)
@@ -143,13 +164,13 @@ def _choose_lattice(q: float, mu: float, remove: bool, c: float, bits: int) -> _
         margin -= c * math.log(math.cos(0.5 * mu * height))
     reach = math.sqrt(2.0 * (margin + 4.0))
     p = 1.0 + c if remove else -c
+    if not (1.0 + c) * mu + reach < _MOST_LATTICE * h:
+        raise UndecidableBound(f"a sampled Gaussian of mu {mu:g} needs too many points at c {c:g}")
     if remove:
         lo, hi = -reach, p * mu + reach
     else:
         lo, hi = -min(c * mu, math.sqrt(-2.0 * c * math.log1p(-q))) - reach, reach
     first, last = math.floor(lo / h), math.ceil(hi / h)
-    if not last - first < _MOST_LATTICE:
-        raise UndecidableBound(f"a sampled Gaussian of mu {mu:g} needs too many points at c {c:g}")
     z = h * np.arange(first, last + 1, dtype=np.float64)
     log_u = np.logaddexp(math.log1p(-q), math.log(q) + mu * (z - 0.5 * mu))
     exponent = -0.5 * z * z + p * log_u
@@ -419,9 +440,8 @@ class _Plan:
 class _Curve:
     """delta(x) of the terms in one direction, without the mass at infinity."""
 
-    def __init__(self, direction: _Direction, deadline: float) -> None:
+    def __init__(self, direction: _Direction) -> None:
         self.direction = direction
-        self._deadline = deadline
         self._log_psi: dict[float, float] = {}
         self._psi: dict[tuple[float, float, int, int], list[Any]] = {}
 
@@ -482,7 +502,19 @@ class _Curve:
         decay = tau * tau + float(self.direction.variance())
         lost = max(self.log_psi(c) - c * x - log_delta, 0.0)
         t_max = math.sqrt(2.0 * (lost - math.log(width) + 4.0) / decay)
+        if not t_max / dt < _MOST_NODES:
+            raise UndecidableBound(f"{t_max / dt:.3g} nodes are too many")
         return _Plan(c, c2, dt, max(8, math.ceil(t_max / dt) + 2), tau)
+
+    def seconds(self, plan: _Plan) -> float:
+        """About how long :meth:`bounds` takes."""
+        total = (1 + len(self.direction.terms)) * plan.count * _SECONDS_PER_NODE
+        for t in self.direction.sampled():
+            at = (t.sampling_probability, t.mu, self.direction.remove)
+            bits = _ACCURACY + t.count.bit_length()
+            total += _choose_lattice(*at, plan.c, bits).seconds(plan.count)
+            total += _choose_lattice(*at, plan.c2, bits).seconds(1) if plan.c2 > 0.0 else 0.0
+        return total
 
     # -- balls -------------------------------------------------------------------------------------
 
@@ -543,8 +575,161 @@ class _Curve:
 
 
 # --------------------------------------------------------------------------------------------------
+# Closed forms
+# --------------------------------------------------------------------------------------------------
+
+
+def _closed_form(direction: _Direction, epsilon: float) -> Ball | None:
+    """delta(epsilon) without the mass at infinity where a formula has it, else None."""
+    terms, e = direction.terms, arb(epsilon)
+    most = direction.most()
+    if most is not None and e >= most:
+        return arb(0)
+    whole = [t for t in terms if isinstance(t, GaussianTerm) and t.sampling_probability == 1.0]
+    if len(whole) == len(terms):
+        mu = direction.variance().sqrt()
+        return _normal_tail(e / mu - mu / 2) - e.exp() * _normal_tail(e / mu + mu / 2)
+    if len(terms) > 1:
+        return None
+    term = terms[0]
+    if isinstance(term, GaussianTerm) and term.count == 1:
+        return _one_sampled(term, e, direction.remove)
+    if isinstance(term, LaplaceTerm) and term.count == 1:
+        return -((e - arb(term.inverse_scale)) / 2).expm1()
+    if isinstance(term, ApproximateDPTerm) and term.count <= _MOST_RESPONSES:
+        return _responses(term, e)
+    return None
+
+
+def _one_sampled(term: GaussianTerm, e: Ball, remove: bool) -> Ball:
+    """The likelihood ratio u crosses e^epsilon (remove) or e^-epsilon (add) at one z.
+
+    remove: Q(Z > z) - e^epsilon P(Z > z); add: P(Z < z) - e^epsilon Q(Z < z).
+    """
+    q, mu = arb(term.sampling_probability), arb(term.mu)
+    z = ((e if remove else -e).expm1() / q).log1p() / mu + mu / 2
+    if not remove:
+        z, mu = -z, -mu
+    none, one = _normal_tail(z), _normal_tail(z - mu)
+    mixed = (1 - q) * none + q * one
+    return mixed - e.exp() * none if remove else none - e.exp() * mixed
+
+
+def _responses(term: ApproximateDPTerm, e: Ball) -> Ball:
+    """N randomised responses: S = (N - 2j) eps with j the binomial number of lies."""
+    n, one = term.count, _exact(term.epsilon)
+    lie = 1 / (1 + one.exp())
+    weight, ratio, total = (1 - lie) ** n, (-one).exp(), arb(0)
+    for j in range(n + 1):
+        gain = -(e - (n - 2 * j) * one).expm1()
+        if gain <= 0:
+            break
+        # At an atom gain is 0 to within its ball, and the term is then its positive part.
+        total += weight * (gain if gain > 0 else gain.max(arb(0)))
+        weight = weight * ratio * (n - j) / (j + 1)
+    return total
+
+
+# --------------------------------------------------------------------------------------------------
+# One direction, refined until it answers
+# --------------------------------------------------------------------------------------------------
+
+# What is still wanted, as a relative width, of (lower, upper); None when they do.
+_Wanted = Callable[[float, float], float | None]
+
+
+@dataclass
+class _Enclosure:
+    lower: float = 0.0
+    upper: float = 1.0
+    reason: str = ""
+
+    def meet(self, lower: float, upper: float) -> None:
+        self.lower, self.upper = max(self.lower, lower), min(self.upper, upper)
+
+
+def _refine(
+    direction: _Direction, epsilon: float, wanted: _Wanted, log_delta: float | None, deadline: float
+) -> _Enclosure:
+    """delta at epsilon in one direction, apart from the mass at infinity.
+
+    Args:
+        wanted: see _Wanted; the refinement ends when it returns None.
+        log_delta: about where delta lies, if that is known.
+        deadline: no round starts that would outlast it; the reason then says so.
+    """
+    found = _Enclosure()
+    for bits in (128, 256, 512, 1024, _MOST_BITS):
+        with _bits(bits):
+            exact = _closed_form(direction, epsilon)
+        if exact is None:
+            break
+        found.meet(_down(exact), _up(exact))
+        if wanted(found.lower, found.upper) is None:
+            return found
+    else:
+        found.reason = f"{_MOST_BITS} bits do not decide"
+        return found
+    try:
+        _refine_contour(_Curve(direction), epsilon, wanted, log_delta, deadline, found)
+    except UndecidableBound as stop:
+        found.reason = stop.detail
+    return found
+
+
+def _refine_contour(
+    curve: _Curve,
+    epsilon: float,
+    wanted: _Wanted,
+    log_delta: float | None,
+    deadline: float,
+    found: _Enclosure,
+) -> None:
+    saddle, chernoff = curve.chernoff(epsilon)
+    bits = 80 + max(t.count.bit_length() for t in curve.direction.terms)
+    with _bits(bits):
+        found.meet(0.0, _up(curve.chernoff_bound(arb(epsilon), saddle)))
+    width = wanted(found.lower, found.upper)
+    if log_delta is None or log_delta > chernoff:
+        log_delta = chernoff - 1.5
+    log_delta = min(log_delta, -1e-9)
+    rough = _ROUGH  # what the parameters are asked for; the width they give is seen afterwards
+    for _ in range(_MOST_ROUNDS):
+        if width is None:
+            return
+        plan = curve.plan(epsilon, log_delta, rough)
+        cost = curve.seconds(plan)
+        if time.monotonic() + cost > deadline:
+            raise UndecidableBound(f"the next round would take about {cost:.2g} s")
+        with _bits(bits):
+            low, up = curve.bounds(epsilon, plan)
+        found.meet(_down(low), _up(up))
+        width = wanted(found.lower, found.upper)
+        if width is None:
+            return
+        noise = float(low.rad() + up.rad())
+        if noise > 0.1 * width * found.upper:
+            bits += 64
+        if found.lower > 0.0:
+            log_delta = math.log(found.lower)
+            seen = (found.upper - found.lower) / found.upper
+            rough *= min(0.5, max(1e-6, 0.8 * width / seen))
+        else:
+            log_delta = min(log_delta - 5.0, math.log(found.upper) - 3.0)
+    raise UndecidableBound(f"{_MOST_ROUNDS} rounds do not decide")
+
+
+# --------------------------------------------------------------------------------------------------
 # Answers
 # --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """Whether delta(epsilon) <= delta is proven (True), refuted (False) or neither (None)."""
+
+    confirmed: bool | None
+    reason: str = ""
 
 
 def delta_enclosure(
@@ -559,14 +744,14 @@ def delta_enclosure(
     Args:
         m: a mechanism, the worst of whose alternatives counts, or one composition of terms.
         epsilon: at least 0, taken as exactly this double.
-        width: (upper - lower)/upper to aim for; a wider enclosure is as true.
+        width: (upper - lower)/upper to aim for. Where the time is not enough the enclosure is
+            wider, and as true.
         seconds: at most about this long.
 
     Raises:
-        UndecidableBound: the work would not end in ``seconds``.
+        InvalidRequest: epsilon is negative or not finite.
     """
-    if not 0.0 <= epsilon < math.inf:
-        raise InvalidRequest("epsilon", "must be finite and not negative")
+    _check_epsilon(epsilon)
     deadline = time.monotonic() + seconds
     lower, upper = 0.0, 0.0
     for terms in _alternatives(m):
@@ -575,28 +760,137 @@ def delta_enclosure(
     return lower, upper
 
 
+def confirm_upper(
+    m: Mechanism | Sequence[Term],
+    epsilon: float,
+    delta: float,
+    *,
+    seconds: float = DEFAULT_SECONDS,
+) -> bool | None:
+    """:func:`confirm` without the reason."""
+    return confirm(m, epsilon, delta, seconds=seconds).confirmed
+
+
+def confirm(
+    m: Mechanism | Sequence[Term],
+    epsilon: float,
+    delta: float,
+    *,
+    seconds: float = DEFAULT_SECONDS,
+) -> Confirmation:
+    """Whether the mechanism is (epsilon, delta)-DP, proven either way or undecided with a reason.
+
+    Args:
+        epsilon: taken as exactly this double.
+        delta: in (0, 1), taken as its shortest decimal: 0.1 is one tenth, as in an (epsilon,
+            delta) part.
+
+    Raises:
+        InvalidRequest: epsilon or delta is out of range.
+    """
+    _check_epsilon(epsilon)
+    if not 0.0 < delta < 1.0:
+        raise InvalidRequest("delta", "must lie strictly between 0 and 1")
+    deadline = time.monotonic() + seconds
+    reasons = []
+    for terms in _alternatives(m):
+        answer = _confirm_terms(terms, epsilon, delta, deadline)
+        if answer.confirmed is False:
+            return answer
+        if answer.confirmed is None:
+            reasons.append(answer.reason)
+    return Confirmation(None, "; ".join(reasons)) if reasons else Confirmation(True)
+
+
+def epsilon_enclosure(
+    m: Mechanism | Sequence[Term],
+    delta: float,
+    *,
+    tolerance: float = 1e-3,
+    seconds: float = DEFAULT_SECONDS,
+) -> tuple[float, float]:
+    """(lower, upper) of epsilon at delta, proven.
+
+    Args:
+        delta: as in :func:`confirm`.
+        tolerance: upper - lower to aim for, relative to the larger of 1 and epsilon.
+
+    Raises:
+        InvalidRequest: delta is out of range.
+        UndecidableBound: no finite upper end was proven in about ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+
+    def left() -> float:
+        return deadline - time.monotonic()
+
+    def confirmed(x: float) -> bool | None:
+        return confirm_upper(m, x, delta, seconds=left())
+
+    if confirmed(0.0):
+        return 0.0, 0.0
+    with _bits(128):
+        masses = [_mass_at_infinity(terms) for terms in _alternatives(m)]
+        if any(mass > arb(fmpq(*Fraction(repr(delta)).as_integer_ratio())) for mass in masses):
+            return math.inf, math.inf
+    # Brackets by doubling, then by the secant of log delta, then proves both ends.
+    lower, upper, x = 0.0, math.inf, 1.0
+    log_delta = math.log(delta)
+    seen: list[tuple[float, float]] = []
+    for _ in range(60):
+        size = tolerance * max(1.0, x)
+        if upper - lower <= size or left() <= 0.0:
+            break
+        low, up = delta_enclosure(m, x, width=0.02, seconds=left())
+        if low > 0.0:
+            seen.append((x, 0.5 * (math.log(low) + math.log(up)) - log_delta))
+        if up <= delta:
+            upper = min(upper, x)
+        elif low > delta:
+            lower = max(lower, x)
+        guess = _secant(seen)
+        if guess is None or not lower < guess < upper:
+            guess = 2.0 * x if upper == math.inf else 0.5 * (lower + upper)
+        if (upper < math.inf and seen and abs(guess - x) < 0.2 * size) or up > delta >= low:
+            size = tolerance * max(1.0, guess)
+            for side in (0.45, -0.45):
+                end = max(0.0, guess + side * size)
+                if lower < end < upper:
+                    answer = confirmed(end)
+                    if answer is True:
+                        upper = end
+                    elif answer is False:
+                        lower = end
+            guess = guess if upper == math.inf else 0.5 * (lower + upper)
+        x = guess
+    if upper == math.inf:
+        raise UndecidableBound("no finite epsilon was proven within the limits")
+    return lower, upper
+
+
+def _secant(seen: list[tuple[float, float]]) -> float | None:
+    """Where log delta, seen at x as its distance from the target, crosses the target."""
+    if len(seen) < 2:
+        return None
+    (x, f), (y, g) = sorted(seen, key=lambda at: abs(at[1]))[:2]
+    return x - f * (y - x) / (g - f) if g != f else None
+
+
+def _check_epsilon(epsilon: float) -> None:
+    if not 0.0 <= epsilon < math.inf:
+        raise InvalidRequest("epsilon", "must be finite and not negative")
+
+
 def _alternatives(m: Mechanism | Sequence[Term]) -> tuple[Terms, ...]:
     if isinstance(m, list | tuple):
         return (tuple(m),)
     return dominating_terms(m)  # type: ignore[arg-type]
 
 
-def _delta_of_terms(
-    terms: Terms, epsilon: float, width: float, deadline: float
-) -> tuple[float, float]:
-    lower, upper = 0.0, 0.0
-    for remove in (True, False):
-        direction = _Direction(terms, remove)
-        if not remove and not direction.sampled():
-            break  # everything else is the same in both directions
-        low, up = _delta_in_direction(_Curve(direction, deadline), epsilon, width)
-        lower, upper = max(lower, low), max(upper, up)
-    with _bits(128):
-        mass = _mass_at_infinity(terms)
-        return (
-            max(0.0, _down(mass + (1 - mass) * arb(lower))),
-            min(1.0, _up(mass + (1 - mass) * arb(upper))),
-        )
+def _directions(terms: Terms) -> list[_Direction]:
+    """Both, unless the losses are the same in both."""
+    remove = _Direction(terms, True)
+    return [remove, _Direction(terms, False)] if remove.sampled() else [remove]
 
 
 def _mass_at_infinity(terms: Terms) -> Ball:
@@ -608,31 +902,64 @@ def _mass_at_infinity(terms: Terms) -> Ball:
     return -total.expm1()
 
 
-def _delta_in_direction(curve: _Curve, epsilon: float, width: float) -> tuple[float, float]:
-    direction = curve.direction
-    with _bits(128):
-        most = direction.most()
-        if most is not None and arb(epsilon) >= most:
-            return 0.0, 0.0
-    precision = 80 + max((t.count.bit_length() for t in direction.terms), default=0)
-    lower, upper = 0.0, 1.0
-    _, log_delta = curve.chernoff(epsilon)
-    log_delta = min(log_delta - 1.5, -1e-9)
-    aim = width
-    for _ in range(5):
-        plan = curve.plan(epsilon, log_delta, aim)
-        with _bits(precision):
-            low, up = curve.bounds(epsilon, plan)
-            lower, upper = max(lower, _down(low)), min(upper, _up(up))
-            noise = float((up.rad() + low.rad()) / max(upper, 1e-300))
-        if upper - lower <= width * upper:
-            break
-        if lower > 0.0:
-            log_delta = math.log(lower)
-            aim *= max(0.05, min(0.7, 0.7 * width * upper / (upper - lower)))
-        else:
-            log_delta = min(log_delta - 3.0, math.log(upper))
-            aim *= 0.5
-        if noise > 0.2 * width:
-            precision += 64
-    return lower, upper
+def _delta_of_terms(
+    terms: Terms, epsilon: float, width: float, deadline: float
+) -> tuple[float, float]:
+    lower, upper = 0.0, 0.0
+    for direction in _directions(terms):
+
+        def wanted(low: float, up: float, other: float = lower) -> float | None:
+            # A direction that stays below the other's lower end does not count.
+            return None if up <= other or up - low <= width * up else width
+
+        found = _refine(direction, epsilon, wanted, None, deadline)
+        lower, upper = max(lower, found.lower), max(upper, found.upper)
+    with _bits(256):
+        mass = _mass_at_infinity(terms)
+        return (
+            max(0.0, _down(mass + (1 - mass) * arb(lower))),
+            min(1.0, _up(mass + (1 - mass) * arb(upper))),
+        )
+
+
+def _confirm_terms(terms: Terms, epsilon: float, delta: float, deadline: float) -> Confirmation:
+    if _as_declared(terms, epsilon, delta):
+        return Confirmation(True)
+    part = Fraction(repr(delta))
+    with _bits(1024):
+        mass = _mass_at_infinity(terms)
+        rest = (arb(fmpq(part.numerator, part.denominator)) - mass) / (1 - mass)
+        if rest < 0:
+            return Confirmation(False, "delta is below the probability that a part gives up")
+        least, most = _down(rest), _up(rest)
+    if not least > 0.0:
+        return Confirmation(None, "delta is too near the probability that a part gives up")
+
+    def wanted(low: float, up: float) -> float | None:
+        if up <= least or low > most:
+            return None
+        seen = (up - low) / up
+        return max(1e-12, min(0.25 * seen, 0.5 * abs(0.5 * (low + up) - least) / up))
+
+    reasons = []
+    for direction in _directions(terms):
+        found = _refine(direction, epsilon, wanted, math.log(least), deadline)
+        if found.lower > most:
+            return Confirmation(False)
+        if found.upper > least:
+            reasons.append(
+                f"delta lies in [{found.lower:g}, {found.upper:g}]"
+                + (f": {found.reason}" if found.reason else "")
+            )
+    return Confirmation(None, "; ".join(reasons)) if reasons else Confirmation(True)
+
+
+def _as_declared(terms: Terms, epsilon: float, delta: float) -> bool:
+    """Whether the parts are declared (epsilon, delta) and add up to no more, exactly."""
+    total_epsilon, total_delta = Fraction(0), Fraction(0)
+    for t in terms:
+        if not isinstance(t, ApproximateDPTerm):
+            return False
+        total_epsilon += t.count * Fraction(t.epsilon)
+        total_delta += t.count * Fraction(t.delta)
+    return total_epsilon <= Fraction(epsilon) and total_delta <= Fraction(repr(delta))
