@@ -33,9 +33,14 @@ points, which is below the integral of the same bound wherever that bound is mon
   is useless for q near 1 and the second for small q, so the smaller of the two is taken.
 
 **Rounding.** Each node's exponent is raised by a bound on its own rounding error, so that each
-summand is an upper bound; the sum is exactly rounded (math.fsum). numpy's exp, log1p and logaddexp
-and SciPy's log_ndtr are taken to be right within 4 units in the last place, which the constants
-cover many times over.
+summand is an upper bound; the sum is taken by halves, so that a summand meets at most
+log2(MAX_NODES) < 16 roundings. numpy's exp, log, log1p and logaddexp and SciPy's log_ndtr are taken
+to be right within 4 units in the last place, which the constants cover many times over.
+
+**Many pairs.** The lattices of many pairs are the rows of one array, as long as the longest of
+them: a lattice that goes on beyond its range is as good a bound, its tails begin further out.
+
+**Laplace.** Closed, and symmetric: :func:`laplace_cost`.
 
 **Size.** Where a lattice would need more than MAX_NODES nodes (a huge mu or order), a closed bound
 takes its place. remove, by Minkowski's inequality in L^alpha(P):
@@ -69,6 +74,8 @@ from accounting.mechanisms import (
 )
 
 MAX_NODES: Final = 50_000
+_CHUNK: Final = 1 << 15  # nodes in one array: it and its kin stay in the processor's cache
+_FEW: Final = 16  # up to so many terms, each cost is remembered by itself
 MIN_ORDER: Final = 1.0 + 2.0**-20
 MAX_ORDER: Final = 1e6
 
@@ -115,18 +122,32 @@ def directed_costs(terms: tuple[Term, ...], order: float) -> tuple[float, float]
     The delta of an (epsilon, delta) term is left out: what is bounded is the mechanism apart from
     an event of probability at most 1 - prod(1 - delta_i); the caller accounts for that event.
     """
-    remove, add = [], []
+    gaussians = tuple(t for t in terms if isinstance(t, GaussianTerm))
+    if len(gaussians) <= _FEW:
+        costs = [(t.count, gaussian_cost(t.sampling_probability, t.mu, order)) for t in gaussians]
+        remove, add = ([n * cost[i] for n, cost in costs] for i in (0, 1))
+    else:
+        remove, add = ([cost] for cost in _many_costs(gaussians, order))
     for term in terms:
-        if isinstance(term, GaussianTerm):
-            one = gaussian_cost(term.sampling_probability, term.mu, order)
-        elif isinstance(term, LaplaceTerm):
-            one = (laplace_cost(term.inverse_scale, order),) * 2
+        if isinstance(term, LaplaceTerm):
+            one = laplace_cost(term.inverse_scale, order)
+        elif isinstance(term, ApproximateDPTerm):
+            one = pure_dp_cost(_float_above(term), order)
         else:
-            one = (pure_dp_cost(_float_above(term), order),) * 2
-        remove.append(term.count * one[0])
-        add.append(term.count * one[1])
+            continue
+        remove.append(term.count * one)
+        add.append(term.count * one)
     # fsum and each product round once.
     return math.fsum(remove) * (1.0 + _SLACK), math.fsum(add) * (1.0 + _SLACK)
+
+
+@functools.lru_cache(maxsize=512)
+def _many_costs(terms: tuple[GaussianTerm, ...], order: float) -> tuple[float, float]:
+    counts = np.array([t.count for t in terms], dtype=np.float64)
+    q = np.array([t.sampling_probability for t in terms])
+    mu = np.array([t.mu for t in terms])
+    remove, add = (math.fsum(counts * cost) for cost in _gaussian_costs(q, mu, order))
+    return remove * (1.0 + _SLACK), add * (1.0 + _SLACK)
 
 
 def _float_above(term: ApproximateDPTerm) -> float:
@@ -202,146 +223,164 @@ def gaussian_cost(q: float, mu: float, order: float) -> tuple[float, float]:
     The cost grows with mu, so a mu whose square underflows is raised, and one whose square
     overflows costs infinity.
     """
-    if not mu < _MU_MOST:
-        return math.inf, math.inf
-    mu = max(mu, _MU_LEAST)
-    if q == 1.0:
-        cost = 0.5 * order * mu * mu * (1.0 + _SLACK)
-        return cost, cost
+    remove, add = _gaussian_costs(np.array([q]), np.array([mu]), order)
+    return float(remove[0]), float(add[0])
+
+
+def _gaussian_costs(q: Array, mu: Array, order: float) -> tuple[Array, Array]:
+    """:func:`gaussian_cost` of each pair, [n] in each direction."""
+    remove, add = np.full(q.shape, np.inf), np.full(q.shape, np.inf)
     s = order - 1.0
-    remove = _least(_closed_remove(q, mu, order), _lattice(_remove_lattice, q, mu, order))
-    add = _least(_closed_add(q, mu, order), _lattice(_add_lattice, q, mu, order))
-    return remove / s * (1.0 + _SLACK), add / s * (1.0 + _SLACK)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
+        mu = np.maximum(mu, _MU_LEAST)
+        whole = (q == 1.0) & (mu < _MU_MOST)
+        remove[whole] = add[whole] = 0.5 * order * mu[whole] ** 2 * (1.0 + _SLACK)
+        sampled = (q < 1.0) & (mu < _MU_MOST)
+        if sampled.any():
+            q, mu = q[sampled], mu[sampled]
+            least = _least(_closed_remove(q, mu, order), _lattices(q, mu, order, remove=True))
+            remove[sampled] = least / s * (1.0 + _SLACK)
+            least = _least(_closed_add(q, mu, order), _lattices(q, mu, order, remove=False))
+            add[sampled] = least / s * (1.0 + _SLACK)
+    return remove, add
 
 
-def _least(closed: float, lattice: float) -> float:
+def _least(closed: Array, lattice: Array) -> Array:
     # A lattice that left double precision (inf - inf) says nothing; the closed bound always stands.
-    return max(0.0, closed if math.isnan(lattice) else min(closed, lattice))
+    return np.maximum(0.0, np.fmin(closed, lattice))
 
 
-def _log_mix(q: float, t: float) -> float:
+def _log_mix(q: Array, t: Array) -> Array:
     """log(1 - q + q e^t) for t >= 0, rounded up."""
-    if t == math.inf:
-        return math.inf
-    if t < 1.0:
-        return math.log1p(q * math.expm1(t)) * (1.0 + _SLACK)
-    value = t + math.log(q + (1.0 - q) * math.exp(-t))
-    return value + _SLACK * (t + abs(math.log(q)) + 1.0)
+    near = np.log1p(q * np.expm1(t)) * (1.0 + _SLACK)
+    far = t + np.log(q + (1.0 - q) * np.exp(-t)) + _SLACK * (t + np.abs(np.log(q)) + 1.0)
+    return np.where(t < 1.0, near, far)
 
 
-def _closed_remove(q: float, mu: float, order: float) -> float:
+def _closed_remove(q: Array, mu: Array, order: float) -> Array:
     return order * _log_mix(q, 0.5 * (order - 1.0) * mu * mu) * (1.0 + _SLACK)
 
 
-def _closed_add(q: float, mu: float, order: float) -> float:
+def _closed_add(q: Array, mu: Array, order: float) -> Array:
     s = order - 1.0
-    return min(-s * math.log1p(-q) * (1.0 + _SLACK), _log_mix(q, 0.5 * s * order * mu * mu))
+    none = -s * np.log1p(-q) * (1.0 + _SLACK)
+    return np.minimum(none, _log_mix(q, 0.5 * s * order * mu * mu))
 
 
-def _lattice(rule: Callable[[float, float, float], float], q: float, mu: float, a: float) -> float:
-    with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
-        return rule(q, mu, a)
+def _lattices(q: Array, mu: Array, order: float, *, remove: bool) -> Array:
+    """Upper bounds on log E_P[u^order] (remove) or log E_P[u^-(order - 1)], [n].
 
-
-def _remove_lattice(q: float, mu: float, order: float) -> float:
-    """Upper bound on log E_P[u^order], or infinity where the lattice would be too large."""
+    Infinity where the lattice would be too large.
+    """
     s = order - 1.0
-    h, log_eta = _spacing(mu, 0.0)
-    z_lo, z_hi = -_REACH, order * mu + _REACH
-    if not (z_hi - z_lo) / h < MAX_NODES:
-        return math.inf
-    z = _nodes(z_lo, z_hi, h)
-    z_lo, z_hi = float(z[0]), float(z[-1])
+    h, log_eta = _spacing(mu, 0.0 if remove else s)
+    if remove:
+        z_lo, z_hi = np.full(q.shape, -_REACH), order * mu + _REACH
+    else:
+        z_lo = -np.minimum(s * mu, np.sqrt(-2.0 * s * np.log1p(-q))) - _REACH
+        z_hi = np.full(q.shape, _REACH)
+    spans = (z_hi - z_lo) / h
+    rows = np.argsort(spans)
+    rows = rows[spans[rows] < MAX_NODES]
+    out = np.full(q.shape, np.inf)
+    rule = _remove_rows if remove else _add_rows
+    while rows.size:
+        # As many rows as fill a chunk, and at least one.
+        nodes = np.ceil(spans[rows]) + 1.0
+        fit = max(1, int(np.searchsorted(nodes * np.arange(1, rows.size + 1), _CHUNK, "right")))
+        now, rows = rows[:fit], rows[fit:]
+        z = z_lo[now, None] + h[now, None] * np.arange(nodes[fit - 1])
+        exponents, tails = rule(z, q[now], mu[now], order)
+        out[now] = _log_total(exponents, h[now], log_eta[now], tails)
+    return out
+
+
+def _remove_rows(z: Array, q: Array, mu: Array, order: float) -> tuple[Array, tuple[Array, Array]]:
+    """Exponents at the nodes [n, k], and log bounds of what is left and right of them [n]."""
+    s = order - 1.0
+    z_lo, z_hi = z[:, 0], z[:, -1]
     log_u, noise = _log_ratio(z, q, mu)
-    exponent = -0.5 * z * z + order * log_u
-    rounding = _SLACK * (1.0 + 0.5 * z * z + order * noise)
+    half = 0.5 * z * z
+    exponents = order * log_u - half + _SLACK * (1.0 + half + order * noise)
     x_hi = mu * (z_hi - 0.5 * mu)
-    tails = (
-        order * float(log_u[0]) + _log_ndtr(z_lo),
-        0.5 * order * s * mu * mu
-        + order * (float(log_u[-1]) - x_hi)
-        + _log_ndtr(order * mu - z_hi),
-    )
+    left = order * log_u[:, 0] + _log_ndtr(z_lo)
+    right = 0.5 * order * s * mu * mu + order * (log_u[:, -1] - x_hi) + _log_ndtr(order * mu - z_hi)
     # The tails' exponents are far larger than their value; their rounding is raised likewise.
-    slack = _SLACK * (1.0 + order * (mu * (z_hi + mu) + abs(math.log(q)) + order * mu * mu))
-    return _log_total(exponent + rounding, h, log_eta, tuple(t + slack for t in tails))
+    slack = _SLACK * (1.0 + order * (mu * (z_hi + mu) + np.abs(np.log(q)) + order * mu * mu))
+    return exponents, (left + slack, right + slack)
 
 
-def _add_lattice(q: float, mu: float, order: float) -> float:
-    """Upper bound on log E_P[u^-(order - 1)], or infinity where the lattice would be too large."""
+def _add_rows(z: Array, q: Array, mu: Array, order: float) -> tuple[Array, tuple[Array, Array]]:
+    """Exponents at the nodes [n, k], and log bounds of what is left and right of them [n]."""
     s = order - 1.0
-    log_none = -math.log1p(-q)
-    h, log_eta = _spacing(mu, s)
-    z_lo = -min(s * mu, math.sqrt(2.0 * s * log_none)) - _REACH
-    z_hi = _REACH
-    if not (z_hi - z_lo) / h < MAX_NODES:
-        return math.inf
-    z = _nodes(z_lo, z_hi, h)
-    z_lo, z_hi = float(z[0]), float(z[-1])
+    z_lo, z_hi = z[:, 0], z[:, -1]
     log_u, noise = _log_ratio(z, q, mu)
-    exponent = -0.5 * z * z - s * log_u
-    rounding = _SLACK * (1.0 + 0.5 * z * z + s * noise)
+    half = 0.5 * z * z
+    exponents = -half - s * log_u + _SLACK * (1.0 + half + s * noise)
+    log_none = -np.log1p(-q)
     left = s * log_none + _log_ndtr(z_lo)
-    if z_lo <= -s * mu:
-        x_lo = mu * (z_lo - 0.5 * mu)
-        other = 0.5 * s * order * mu * mu - s * (float(log_u[0]) - x_lo) + _log_ndtr(z_lo + s * mu)
-        other += _SLACK * s * (mu * (abs(z_lo) + mu) + abs(math.log(q)) + order * mu * mu)
-        left = min(left, other)
-    right = -s * float(log_u[-1]) + _log_ndtr(-z_hi)
-    slack = _SLACK * (1.0 + z_lo * z_lo + s * (log_none + float(noise[-1])))
-    return _log_total(exponent + rounding, h, log_eta, (left + slack, right + slack))
+    x_lo = mu * (z_lo - 0.5 * mu)
+    other = 0.5 * s * order * mu * mu - s * (log_u[:, 0] - x_lo) + _log_ndtr(z_lo + s * mu)
+    other += _SLACK * s * (mu * (np.abs(z_lo) + mu) + np.abs(np.log(q)) + order * mu * mu)
+    left = np.where(z_lo <= -s * mu, np.fmin(left, other), left)
+    right = -s * log_u[:, -1] + _log_ndtr(-z_hi)
+    slack = _SLACK * (1.0 + z_lo * z_lo + s * (log_none + noise[:, -1]))
+    return exponents, (left + slack, right + slack)
 
 
-def _spacing(mu: float, s: float) -> tuple[float, float]:
-    """The widest step h whose relative quadrature error eta is about 1e-17, and log eta.
+def _spacing(mu: Array, s: float) -> tuple[Array, Array]:
+    """The widest step h whose relative quadrature error eta is about 1e-17, and log eta, [n] each.
 
     The strip's half-width a < pi/mu is chosen to make h large; any choice is valid.
     """
-    widest = math.pi / mu
-    best_h, best_a, best_m = 0.0, 0.0, 0.0
-    for i in range(1, 40):
-        a = min(widest * (i / 40.0), 0.3 * i)
-        log_m = 0.5 * a * a
-        if s > 0.0:
-            log_m -= s * math.log(math.cos(0.5 * mu * a))
-        h = 2.0 * math.pi * a / (_LOG_2_OVER_ETA + log_m)
-        if h > best_h:
-            best_h, best_a, best_m = h, a, log_m
-    decay = 2.0 * math.pi * best_a / best_h
-    return best_h, math.log(2.0) + best_m - decay - math.log1p(-math.exp(-decay)) + _SLACK * decay
+    i = np.arange(1, 40)
+    a = np.minimum(np.pi / mu[:, None] * (i / 40.0), 0.3 * i)
+    log_m = 0.5 * a * a
+    if s > 0.0:
+        log_m -= s * np.log(np.cos(0.5 * mu[:, None] * a))
+    h = 2.0 * np.pi * a / (_LOG_2_OVER_ETA + log_m)
+    best = np.arange(len(mu)), np.argmax(h, axis=1)
+    decay = 2.0 * np.pi * a[best] / h[best]
+    log_eta = math.log(2.0) + log_m[best] - decay - np.log1p(-np.exp(-decay)) + _SLACK * decay
+    return h[best], log_eta
 
 
-def _nodes(z_lo: float, z_hi: float, h: float) -> Array:
-    """Lattice points that cover [z_lo, z_hi]."""
-    count = math.ceil((z_hi - z_lo) / h) + 1
-    return z_lo + h * np.arange(count, dtype=np.float64)
-
-
-def _log_ratio(z: Array, q: float, mu: float) -> tuple[Array, Array]:
-    """log u at the nodes, and the size of what is rounded on the way.
+def _log_ratio(z: Array, q: Array, mu: Array) -> tuple[Array, Array]:
+    """log u at the nodes [n, k], and the size of what is rounded on the way.
 
     d log u / d log(q w) = q w / u, so what is rounded in log(q w) counts only by that share.
     """
-    log_none = math.log1p(-q)
-    log_in = math.log(q) + mu * (z - 0.5 * mu)
+    q, mu = q[:, None], mu[:, None]
+    log_none = np.log1p(-q)
+    log_in = np.log(q) + mu * (z - 0.5 * mu)
     log_u = np.logaddexp(log_none, log_in)
     share = np.minimum(1.0, 2.0 * np.exp(np.minimum(0.0, log_in - log_u)))
-    size = abs(math.log(q)) + mu * (np.abs(z) + mu)
+    size = np.abs(np.log(q)) + mu * (np.abs(z) + mu)
     return log_u, np.abs(log_u) - log_none + share * size
 
 
-def _log_ndtr(x: float) -> float:
-    value = float(_scipy_log_ndtr(x))
-    return value + _SLACK * (1.0 + abs(value))
+def _log_ndtr(x: Array) -> Array:
+    value = np.asarray(_scipy_log_ndtr(x), dtype=np.float64)
+    return value + _SLACK * (1.0 + np.abs(value))
 
 
-def _log_total(exponents: Array, h: float, log_eta: float, tails: tuple[float, ...]) -> float:
-    """log of (h / sqrt(2 pi) sum exp(exponents) + sum exp(tails)) / (1 - eta), rounded up."""
-    peak = float(exponents.max())
-    lattice = math.fsum(np.exp(exponents - peak)) * h
-    total = lattice + math.fsum(math.exp(min(700.0, t + _LOG_SQRT_2PI - peak)) for t in tails)
-    log_i = peak + math.log(total) - _LOG_SQRT_2PI - math.log1p(-math.exp(log_eta))
-    return log_i + _SLACK * (1.0 + abs(peak))
+def _log_total(exponents: Array, h: Array, log_eta: Array, tails: tuple[Array, Array]) -> Array:
+    """log of (h / sqrt(2 pi) sum exp(exponents) + sum exp(tails)) / (1 - eta), rounded up, [n]."""
+    peak: Array = exponents.max(axis=1)
+    total = _row_sums(np.exp(exponents - peak[:, None])) * h
+    for tail in tails:
+        total = total + np.exp(np.minimum(700.0, tail + _LOG_SQRT_2PI - peak))
+    log_i: Array = peak + np.log(total) - _LOG_SQRT_2PI - np.log1p(-np.exp(log_eta))
+    return log_i + _SLACK * (1.0 + np.abs(peak))
+
+
+def _row_sums(values: Array) -> Array:
+    """Sums over the rows of [n, k], by halves."""
+    while (k := values.shape[1]) > 1:
+        half = k // 2
+        added = values[:, :half] + values[:, half : 2 * half]
+        values = added if k % 2 == 0 else np.concatenate([added, values[:, -1:]], axis=1)
+    return values[:, 0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -378,15 +417,14 @@ def best_epsilon(terms: tuple[Term, ...], delta: float) -> tuple[float, float, s
         return math.inf, math.inf, "both"
     log_delta = math.log(left)
 
-    def at(order: float) -> tuple[float, float, str]:
+    def at(order: float) -> _Found:
         remove, add = directed_costs(terms, order)
-        cost = max(remove, add)
-        epsilon = max(0.0, cost + conversion(order, log_delta))
-        epsilon *= 1.0 + _SLACK
-        direction = "both" if remove == add else "remove" if remove > add else "add"
-        return (math.inf if math.isnan(epsilon) else epsilon), order, direction
+        epsilon = max(remove, add) + conversion(order, log_delta)
+        epsilon += _SLACK * abs(epsilon)
+        return _or_inf(epsilon), order, _dominating(remove, add)
 
-    return _least_over_orders(at)
+    epsilon, order, direction = _least_over_orders(at, thorough=len(terms) <= _FEW)
+    return max(0.0, epsilon), order, direction
 
 
 def best_delta(terms: tuple[Term, ...], epsilon: float) -> tuple[float, float, str]:
@@ -396,7 +434,7 @@ def best_delta(terms: tuple[Term, ...], epsilon: float) -> tuple[float, float, s
     """
     mass = mass_at_infinity(terms)
 
-    def at(order: float) -> tuple[float, float, str]:
+    def at(order: float) -> _Found:
         s = order - 1.0
         remove, add = directed_costs(terms, order)
         cost = max(remove, add)
@@ -404,12 +442,14 @@ def best_delta(terms: tuple[Term, ...], epsilon: float) -> tuple[float, float, s
         inside += _SLACK * (cost + epsilon + 1.0 + abs(math.log1p(-1.0 / order)))
         log_delta = s * inside - math.log(order)
         log_delta += _SLACK * (1.0 + abs(s * inside) + math.log(order))
-        direction = "both" if remove == add else "remove" if remove > add else "add"
-        if math.isnan(log_delta) or log_delta >= 0.0:
-            return 1.0, order, direction
-        return min(1.0, (mass + math.exp(log_delta)) * (1.0 + _SLACK)), order, direction
+        return _or_inf(log_delta), order, _dominating(remove, add)
 
-    return _least_over_orders(at)
+    log_delta, order, direction = _least_over_orders(at, thorough=len(terms) <= _FEW)
+    if log_delta >= 0.0:
+        return 1.0, order, direction
+    # exp is right to some units in the last place down to the smallest normal double.
+    inside = max(1e-300, math.exp(log_delta))
+    return min(1.0, (mass + inside) * (1.0 + _SLACK)), order, direction
 
 
 def mass_at_infinity(terms: tuple[Term, ...]) -> float:
@@ -423,29 +463,44 @@ def mass_at_infinity(terms: tuple[Term, ...]) -> float:
     return -math.expm1(math.fsum(logs)) * (1.0 + _SLACK) if logs else 0.0
 
 
-def _least_over_orders(
-    at: Callable[[float], tuple[float, float, str]],
-) -> tuple[float, float, str]:
-    """The least of at(order) over a coarse geometric grid and a golden section around its best.
+_Found = tuple[float, float, str]  # the bound, its order, the direction that dominates
 
-    Any order gives a valid bound, so the search need not find the minimum.
+
+def _or_inf(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _dominating(remove: float, add: float) -> str:
+    return "both" if remove == add else "remove" if remove > add else "add"
+
+
+def _least_over_orders(at: Callable[[float], _Found], *, thorough: bool) -> _Found:
+    """The least of at(order) by golden section over log(order - 1).
+
+    Any order gives a valid bound, so the search need not find the minimum. The cumulant function
+    is convex, so log delta is convex in the order and epsilon quasi-convex. Closed bounds that
+    stand in for a lattice may bend that: a thorough search meets a coarse grid first.
     """
-    seen: dict[float, tuple[float, float, str]] = {}
+    seen: dict[float, _Found] = {}
 
-    def ask(x: float) -> float:
-        if x not in seen:
-            seen[x] = at(1.0 + x)
-        return seen[x][0]
+    def ask(log_s: float) -> float:
+        if log_s not in seen:
+            seen[log_s] = at(1.0 + math.exp(log_s))
+        return seen[log_s][0]
 
-    grid = [2.0**k for k in range(-10, 17)]
-    values = [ask(x) for x in grid]
-    i = min(range(len(grid)), key=values.__getitem__)
-    lo, hi = math.log(grid[max(0, i - 1)]), math.log(grid[min(len(grid) - 1, i + 1)])
+    grid = [k * math.log(2.0) for k in range(-10, 17)]
+    lo, hi = grid[0], grid[-1]
+    if thorough:
+        i = min(range(len(grid)), key=lambda i: ask(grid[i]))
+        lo, hi = grid[max(0, i - 1)], grid[min(len(grid) - 1, i + 1)]
     ratio = 0.5 * (math.sqrt(5.0) - 1.0)
+    left, right = hi - ratio * (hi - lo), lo + ratio * (hi - lo)
     for _ in range(16):
-        left, right = hi - ratio * (hi - lo), lo + ratio * (hi - lo)
-        if ask(math.exp(left)) <= ask(math.exp(right)):
-            hi = right
+        # The probe that is kept lies where the next one would be put.
+        if ask(left) <= ask(right):
+            hi, right = right, left
+            left = hi - ratio * (hi - lo)
         else:
-            lo = left
+            lo, left = left, right
+            right = lo + ratio * (hi - lo)
     return min(seen.values(), key=lambda found: found[0])
