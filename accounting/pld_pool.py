@@ -1,8 +1,10 @@
 """Asks questions of :mod:`accounting.pld_process` under a time and a memory limit.
 
-Starting that process takes over a second (dp_accounting imports most of SciPy), so one is kept for
-the next question. A process that runs out of its time is killed and replaced. No process outlives
-its owner: it ends when its input closes, and kills itself when a question outlives its time.
+Starting that process takes over a second (dp_accounting imports most of SciPy), so one that has
+answered for dp_accounting's distributions is kept for the next such question; for any other method
+one is started and ended, so that no library counts against another's memory. A process that runs
+out of its time is killed and replaced. No process outlives its owner: it ends when its input
+closes, and kills itself when a question outlives its time.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
+_KEPT_METHOD: Final = "dp_accounting_pld"
 
 
 class OutOfLimits(Exception):
@@ -83,7 +86,7 @@ class _Process:
 
 
 class Pool:
-    """At most ``size`` processes at once, one of them kept between questions. Thread-safe."""
+    """At most ``size`` processes at work, and one kept between questions. Thread-safe."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -95,25 +98,28 @@ class Pool:
         self._idle: list[_Process] = []
 
     def ask(self, question: dict[str, Any], *, seconds: float, megabytes: int) -> dict[str, Any]:
-        """The process's answer.
+        """The process's answer to a question in the form that :mod:`accounting.pld_process` reads.
 
         Raises:
             OutOfLimits: no answer within the limits, or the process raised.
         """
+        begin = time.monotonic()
         if not self._places.acquire(timeout=seconds):
             raise OutOfLimits("time")
+        reusable = question.get("method", _KEPT_METHOD) == _KEPT_METHOD
         try:
             with self._lock:
-                process = self._idle.pop() if self._idle else None
+                process = self._idle.pop() if reusable and self._idle else None
             if process is None:
                 process = _Process()
             try:
-                answer = process.ask(question | {"megabytes": megabytes}, seconds)
+                left = max(0.0, seconds - (time.monotonic() - begin))
+                answer = process.ask(question | {"megabytes": megabytes}, left)
             except BaseException:
                 process.end()
                 raise
             with self._lock:
-                keep = not self._idle
+                keep = reusable and not self._idle
                 if keep:
                     self._idle.append(process)
             if not keep:
