@@ -23,6 +23,7 @@ is of the dominating pair: the lower ends say nothing about a mechanism whose ow
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import time
@@ -357,6 +358,7 @@ def composed_cumulants(terms: Sequence[Term]) -> tuple[Cumulants, Cumulants]:
     return p, q
 
 
+@functools.lru_cache(maxsize=4096)
 def loss_cumulants(term: Term) -> tuple[Cumulants, Cumulants]:
     """The cumulants of one output's loss log dQ/dP under P and under Q, to about 1e-12 of each.
 
