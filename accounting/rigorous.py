@@ -72,16 +72,17 @@ Terms = tuple[Term, ...]
 
 DEFAULT_SECONDS: Final = 60.0
 
-_ACCURACY: Final = 50  # bits below the size of the sum at which quadrature and tails are cut
+_ACCURACY: Final = 24  # bits to which quadrature and tails are cut, beyond the width asked for
 _MOST_LATTICE: Final = 4_000_000  # points that double precision scans
 _MOST_NODES: Final = 2_000_000
 _MOST_BITS: Final = 2048
-_MOST_ROUNDS: Final = 8
+_MOST_ROUNDS: Final = 12
 # Seconds on one slow core, from which a round's time is told before it starts.
 _SECONDS_PER_WEIGHT: Final = 1.5e-5
 _SECONDS_PER_POWER: Final = 1.0e-6
 _SECONDS_PER_PRODUCT: Final = 1.0e-7
 _SECONDS_PER_NODE: Final = 3.0e-5
+_MOST_LOST: Final = 300.0  # nats by which Psi(c) e^{-c x} may exceed delta
 _ROUGH: Final = 0.05
 _MOST_RESPONSES: Final = 100_000
 _LEAST_C: Final = 1e-2
@@ -164,12 +165,12 @@ def _choose_lattice(q: float, mu: float, remove: bool, c: float, bits: int) -> _
         margin -= c * math.log(math.cos(0.5 * mu * height))
     reach = math.sqrt(2.0 * (margin + 4.0))
     p = 1.0 + c if remove else -c
-    if not (1.0 + c) * mu + reach < _MOST_LATTICE * h:
-        raise UndecidableBound(f"a sampled Gaussian of mu {mu:g} needs too many points at c {c:g}")
     if remove:
         lo, hi = -reach, p * mu + reach
     else:
         lo, hi = -min(c * mu, math.sqrt(-2.0 * c * math.log1p(-q))) - reach, reach
+    if not hi - lo < _MOST_LATTICE * h:
+        raise UndecidableBound(f"a sampled Gaussian of mu {mu:g} needs too many points at c {c:g}")
     first, last = math.floor(lo / h), math.ceil(hi / h)
     z = h * np.arange(first, last + 1, dtype=np.float64)
     log_u = np.logaddexp(math.log1p(-q), math.log(q) + mu * (z - 0.5 * mu))
@@ -435,6 +436,7 @@ class _Plan:
     dt: float
     count: int
     tau: float
+    bits: int  # below Psi(c) at which quadrature and tails are cut
 
 
 class _Curve:
@@ -484,7 +486,7 @@ class _Curve:
         for i in range(1, 21):
             c = saddle * i / 20.0
             lost = self.log_psi(c) - c * x - log_delta
-            if not lost < 25.0:
+            if not lost < _MOST_LOST:
                 continue
             if ends < math.inf:
                 # S ends: far enough out no copy on the right is left to be taken off.
@@ -504,22 +506,25 @@ class _Curve:
         t_max = math.sqrt(2.0 * (lost - math.log(width) + 4.0) / decay)
         if not t_max / dt < _MOST_NODES:
             raise UndecidableBound(f"{t_max / dt:.3g} nodes are too many")
-        return _Plan(c, c2, dt, max(8, math.ceil(t_max / dt) + 2), tau)
+        bits = _ACCURACY + math.ceil((lost - math.log(width)) / math.log(2.0))
+        return _Plan(c, c2, dt, max(8, math.ceil(t_max / dt) + 2), tau, bits)
 
     def seconds(self, plan: _Plan) -> float:
         """About how long :meth:`bounds` takes."""
         total = (1 + len(self.direction.terms)) * plan.count * _SECONDS_PER_NODE
         for t in self.direction.sampled():
             at = (t.sampling_probability, t.mu, self.direction.remove)
-            bits = _ACCURACY + t.count.bit_length()
+            bits = plan.bits + t.count.bit_length()
             total += _choose_lattice(*at, plan.c, bits).seconds(plan.count)
-            total += _choose_lattice(*at, plan.c2, bits).seconds(1) if plan.c2 > 0.0 else 0.0
+            if plan.c2 > 0.0:
+                bits = _ACCURACY + t.count.bit_length()
+                total += _choose_lattice(*at, plan.c2, bits).seconds(1)
         return total
 
     # -- balls -------------------------------------------------------------------------------------
 
     def at_nodes(self, c: float, dt: float, count: int, bits: int) -> list[Any]:
-        key = (c, dt, count, ctx.prec)
+        key = (c, dt, count, bits)
         if key not in self._psi:
             self._psi[key] = self.direction.psi(c, dt, count, bits)
         return self._psi[key]
@@ -536,12 +541,12 @@ class _Curve:
         kappa = c_ * c_.log() - (1 + c_) * (1 + c_).log()
         return self.psi_at(c) * (kappa - c_ * x).exp()
 
-    def bounds(self, x_value: float, plan: _Plan) -> tuple[Ball, Ball]:
-        """Balls whose lower end, and whose upper end, bound delta(x) from below and above."""
+    def bounds(self, x_value: float, plan: _Plan) -> tuple[Ball, Ball, Ball]:
+        """A ball whose lower end, and one whose upper end, bounds delta(x); and the copies."""
         x, c, tau, dt = arb(x_value), arb(plan.c), arb(plan.tau), arb(plan.dt)
         square = tau * tau
         inner = self.direction.variance()
-        psi = self.at_nodes(plan.c, plan.dt, plan.count, _ACCURACY)
+        psi = self.at_nodes(plan.c, plan.dt, plan.count, plan.bits)
         upper = lower = arb(0)
         half, last = square / 2, (square / 2).exp()
         for k, value in enumerate(psi):
@@ -568,10 +573,10 @@ class _Curve:
         most = self.direction.most()
         if not (most is not None and x + period >= most):
             if plan.c2 <= plan.c:
-                return arb(0), arb(1)
+                return arb(0), arb(1), arb(1)
             gap = ((c - arb(plan.c2)) * period).exp()
             copies += self.chernoff_bound(x, plan.c2) * gap / (1 - gap)
-        return lower * scale - cut_low - copies, upper * scale + cut_up
+        return lower * scale - cut_low - copies, upper * scale + cut_up, copies
 
 
 # --------------------------------------------------------------------------------------------------
@@ -685,15 +690,16 @@ def _refine_contour(
     deadline: float,
     found: _Enclosure,
 ) -> None:
+    counts = max(t.count.bit_length() for t in curve.direction.terms)
     saddle, chernoff = curve.chernoff(epsilon)
-    bits = 80 + max(t.count.bit_length() for t in curve.direction.terms)
-    with _bits(bits):
+    with _bits(64 + counts):
         found.meet(0.0, _up(curve.chernoff_bound(arb(epsilon), saddle)))
     width = wanted(found.lower, found.upper)
     if log_delta is None or log_delta > chernoff:
         log_delta = chernoff - 1.5
     log_delta = min(log_delta, -1e-9)
     rough = _ROUGH  # what the parameters are asked for; the width they give is seen afterwards
+    extra, down = 40, 4.0
     for _ in range(_MOST_ROUNDS):
         if width is None:
             return
@@ -701,21 +707,26 @@ def _refine_contour(
         cost = curve.seconds(plan)
         if time.monotonic() + cost > deadline:
             raise UndecidableBound(f"the next round would take about {cost:.2g} s")
-        with _bits(bits):
-            low, up = curve.bounds(epsilon, plan)
+        with _bits(plan.bits + counts + extra):
+            low, up, copies = curve.bounds(epsilon, plan)
         found.meet(_down(low), _up(up))
         width = wanted(found.lower, found.upper)
         if width is None:
             return
-        noise = float(low.rad() + up.rad())
-        if noise > 0.1 * width * found.upper:
-            bits += 64
+        if float(low.rad() + up.rad()) > 0.1 * width * found.upper:
+            extra += 64
         if found.lower > 0.0:
             log_delta = math.log(found.lower)
             seen = (found.upper - found.lower) / found.upper
             rough *= min(0.5, max(1e-6, 0.8 * width / seen))
+            continue
+        log_delta = min(log_delta - 0.5, math.log(found.upper) - 1.0)
+        if float(copies) > 0.1 * found.upper:
+            log_delta -= down
+            down *= 2.0
         else:
-            log_delta = min(log_delta - 5.0, math.log(found.upper) - 3.0)
+            # The smoothing is what is too coarse: delta falls faster here than its bound.
+            rough /= 64.0
     raise UndecidableBound(f"{_MOST_ROUNDS} rounds do not decide")
 
 
