@@ -85,6 +85,8 @@ _SECONDS_PER_NODE: Final = 3.0e-5
 _MOST_LOST: Final = 300.0  # nats by which Psi(c) e^{-c x} may exceed delta
 _ROUGH: Final = 0.05
 _MOST_RESPONSES: Final = 100_000
+# Candidates for c2 over the saddle.
+_RIGHT: Final = (0.5, 0.7, 0.85, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
 _LEAST_C: Final = 1e-2
 _MOST_C: Final = 1e12
 
@@ -113,8 +115,11 @@ def _down(x: Ball) -> float:
 
 def _exact(value: Decimal) -> Ball:
     """The decimal as a ball of the current precision."""
-    part = Fraction(value)
-    return arb(fmpq(part.numerator, part.denominator))
+    return _fraction(Fraction(value))
+
+
+def _fraction(value: Fraction) -> Ball:
+    return arb(fmpq(value.numerator, value.denominator))
 
 
 def _normal_tail(x: Ball) -> Ball:
@@ -491,11 +496,13 @@ class _Curve:
             if ends < math.inf:
                 # S ends: far enough out no copy on the right is left to be taken off.
                 best = min(best or (math.inf,) * 4, (max(down / c, ends - x), lost, c, 0.0))
-            for f in (1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0):
+            for f in _RIGHT:
+                # Often a wall rises just right of the saddle: a single inclusion's own tail.
                 c2 = saddle * f
-                right = self.log_psi(c2) + _kappa(c2) - c2 * x + down
-                t = max(down / c, right / (c2 - c))
-                best = min(best or (math.inf,) * 4, (t, lost, c, c2))
+                if c2 > c:
+                    right = self.log_psi(c2) + _kappa(c2) - c2 * x + down
+                    t = max(down / c, right / (c2 - c))
+                    best = min(best or (math.inf,) * 4, (t, lost, c, c2))
         if best is None or not 0.0 < best[0] < math.inf:
             raise UndecidableBound("no contour was found")
         period, _, c, c2 = best
@@ -764,11 +771,11 @@ def delta_enclosure(
     """
     _check_epsilon(epsilon)
     deadline = time.monotonic() + seconds
-    lower, upper = 0.0, 0.0
-    for terms in _alternatives(m):
-        low, up = _delta_of_terms(terms, epsilon, width, deadline)
-        lower, upper = max(lower, low), max(upper, up)
-    return lower, upper
+
+    def wanted(low: float, up: float) -> float | None:
+        return None if up - low <= width * up else width
+
+    return _delta_of_all(m, epsilon, wanted, deadline)
 
 
 def confirm_upper(
@@ -838,45 +845,63 @@ def epsilon_enclosure(
     def confirmed(x: float) -> bool | None:
         return confirm_upper(m, x, delta, seconds=left())
 
-    if confirmed(0.0):
-        return 0.0, 0.0
-    with _bits(128):
-        masses = [_mass_at_infinity(terms) for terms in _alternatives(m)]
-        if any(mass > arb(fmpq(*Fraction(repr(delta)).as_integer_ratio())) for mass in masses):
+    with _bits(1024):
+        target = _fraction(Fraction(repr(delta)))
+        if any(_mass_at_infinity(terms) > target for terms in _alternatives(m)):
             return math.inf, math.inf
-    # Brackets by doubling, then by the secant of log delta, then proves both ends.
-    lower, upper, x = 0.0, math.inf, 1.0
+
+    def rough(low: float, up: float) -> float | None:
+        return None if up <= delta or low > delta or up - low <= 0.02 * up else 0.02
+
+    # Doubling and halving until the secant of log delta has two points; then both ends are proven
+    # at half the tolerance to either side of its root, and each refusal moves the bracket.
+    lower, upper, x = 0.0, math.inf, _first_guess(m, delta)
     log_delta = math.log(delta)
     seen: list[tuple[float, float]] = []
     for _ in range(60):
         size = tolerance * max(1.0, x)
         if upper - lower <= size or left() <= 0.0:
             break
-        low, up = delta_enclosure(m, x, width=0.02, seconds=left())
-        if low > 0.0:
+        low, up = _delta_of_all(m, x, rough, deadline)
+        if 0.0 < up < 1.5 * low:
             seen.append((x, 0.5 * (math.log(low) + math.log(up)) - log_delta))
         if up <= delta:
             upper = min(upper, x)
         elif low > delta:
             lower = max(lower, x)
         guess = _secant(seen)
+        middle = 2.0 * x if upper == math.inf else 0.5 * (lower + upper)
         if guess is None or not lower < guess < upper:
-            guess = 2.0 * x if upper == math.inf else 0.5 * (lower + upper)
-        if (upper < math.inf and seen and abs(guess - x) < 0.2 * size) or up > delta >= low:
-            size = tolerance * max(1.0, guess)
+            guess = middle
+        elif abs(guess - x) < 0.2 * size or up > delta >= low:
             for side in (0.45, -0.45):
                 end = max(0.0, guess + side * size)
-                if lower < end < upper:
+                if lower < end < upper or (end == 0.0 and lower == 0.0):
                     answer = confirmed(end)
                     if answer is True:
                         upper = end
                     elif answer is False:
                         lower = end
-            guess = guess if upper == math.inf else 0.5 * (lower + upper)
+            guess = middle if upper == math.inf else 0.5 * (lower + upper)
+        if lower == 0.0 and guess < 0.1 * size and confirmed(0.0):
+            return 0.0, 0.0
         x = guess
     if upper == math.inf:
         raise UndecidableBound("no finite epsilon was proven within the limits")
     return lower, upper
+
+
+def _first_guess(m: Mechanism | Sequence[Term], delta: float) -> float:
+    """Above epsilon, roughly: the least x at which Psi(c) e^{kappa(c) - c x} <= delta."""
+    worst = 0.0
+    for terms in _alternatives(m):
+        for direction in _directions(terms):
+            costs = [
+                (_log_psi(direction, c) + _kappa(c) - math.log(delta)) / c
+                for c in np.geomspace(0.05, 1e6, 80).tolist()
+            ]
+            worst = max(worst, min((x for x in costs if not math.isnan(x)), default=1.0))
+    return worst if 0.0 < worst < math.inf else 1.0
 
 
 def _secant(seen: list[tuple[float, float]]) -> float | None:
@@ -913,33 +938,46 @@ def _mass_at_infinity(terms: Terms) -> Ball:
     return -total.expm1()
 
 
-def _delta_of_terms(
-    terms: Terms, epsilon: float, width: float, deadline: float
+def _delta_of_all(
+    m: Mechanism | Sequence[Term], epsilon: float, wanted: _Wanted, deadline: float
 ) -> tuple[float, float]:
     lower, upper = 0.0, 0.0
-    for direction in _directions(terms):
+    for terms in _alternatives(m):
+        low, up = _delta_of_terms(terms, epsilon, wanted, deadline)
+        lower, upper = max(lower, low), max(upper, up)
+    return lower, upper
 
-        def wanted(low: float, up: float, other: float = lower) -> float | None:
-            # A direction that stays below the other's lower end does not count.
-            return None if up <= other or up - low <= width * up else width
 
-        found = _refine(direction, epsilon, wanted, None, deadline)
-        lower, upper = max(lower, found.lower), max(upper, found.upper)
+def _delta_of_terms(
+    terms: Terms, epsilon: float, wanted: _Wanted, deadline: float
+) -> tuple[float, float]:
     with _bits(256):
         mass = _mass_at_infinity(terms)
-        return (
-            max(0.0, _down(mass + (1 - mass) * arb(lower))),
-            min(1.0, _up(mass + (1 - mass) * arb(upper))),
-        )
+
+        def whole(low: float, up: float) -> tuple[float, float]:
+            return (
+                max(0.0, _down(mass + (1 - mass) * arb(low))),
+                min(1.0, _up(mass + (1 - mass) * arb(up))),
+            )
+
+        lower, upper = 0.0, 0.0
+        for direction in _directions(terms):
+
+            def still(low: float, up: float, other: float = lower) -> float | None:
+                # A direction that stays below the other's lower end does not count.
+                return None if up <= other else wanted(*whole(low, up))
+
+            found = _refine(direction, epsilon, still, None, deadline)
+            lower, upper = max(lower, found.lower), max(upper, found.upper)
+        return whole(lower, upper)
 
 
 def _confirm_terms(terms: Terms, epsilon: float, delta: float, deadline: float) -> Confirmation:
     if _as_declared(terms, epsilon, delta):
         return Confirmation(True)
-    part = Fraction(repr(delta))
     with _bits(1024):
         mass = _mass_at_infinity(terms)
-        rest = (arb(fmpq(part.numerator, part.denominator)) - mass) / (1 - mass)
+        rest = (_fraction(Fraction(repr(delta))) - mass) / (1 - mass)
         if rest < 0:
             return Confirmation(False, "delta is below the probability that a part gives up")
         least, most = _down(rest), _up(rest)
