@@ -1,12 +1,14 @@
 """Brackets [lower, upper] of epsilon at delta, and of delta at epsilon.
 
-The upper end is what a certificate states; the lower end shows how tight it is. Where each comes
-from (docs/accounting.md has what is proven and what is taken from a library):
+The upper end is what a certificate states; the lower end shows how tight it is. Both are proven
+(docs/accounting.md), whatever the method:
 
 - ``gaussian_dp_closed_form``: nothing is sampled, so the exact curve is inverted.
+- ``closed_form``: one output of a sampled Gaussian or of a Laplace mechanism.
+- ``randomized_response``: equal pure-DP parts, by the exact binomial sum.
 - ``as_declared``: (epsilon, delta) parts only, added up as written.
-- ``dp_accounting_pld``: dp_accounting's privacy-loss distributions, in a subprocess under limits.
-- ``renyi``: our own certified Renyi bound; always computed, and the upper end is never above it.
+- ``contour``: everything else, by :mod:`accounting.contour`.
+- ``renyi``: :mod:`accounting.cumulants`, an upper end where the contour gives none.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Final, Literal, TypeVar
 
-from accounting import cumulants, gaussian_dp
+import numpy as np
+
+from accounting import closed_forms, contour, cumulants, gaussian_dp
 from accounting.errors import InvalidRequest
 from accounting.mechanisms import (
     NEIGHBORING_RELATION,
@@ -32,13 +36,14 @@ from accounting.mechanisms import (
     dominating_terms,
     mechanism_digest,
 )
-from accounting.pld_pool import POOL, OutOfLimits
 
-VERSION: Final = "1"  # of the numbers: it changes when an answer may
+VERSION: Final = "2"  # of the numbers: it changes when an answer may
 CACHE_SIZE: Final = 4096
 MAX_EPSILON: Final = 1e6
 MAX_POINTS: Final = 1000
-_LEAST_SECONDS: Final = 1e-3
+RELATIVE_TOLERANCE: Final = 1e-3
+ABSOLUTE_TOLERANCE: Final = 1e-3
+LEAST_TOLERANCE: Final = 1e-9
 
 Direction = Literal["remove", "add", "both"]
 T = TypeVar("T")
@@ -46,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one question to the subprocess may use: wall-clock seconds and MiB of address space."""
+    """What one question may use: wall-clock seconds, and MiB for a method that runs apart."""
 
     seconds: float = 60.0
     megabytes: int = 4096
@@ -61,29 +66,13 @@ class Limits:
 DEFAULT: Final = Limits()
 
 
-class _Deadline:
-    """The limits that a question with several parts has left: its seconds are for the whole."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._end = time.monotonic() + limits.seconds
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() > self._end
-
-    def limits(self) -> Limits:
-        left = max(self._end - time.monotonic(), _LEAST_SECONDS)
-        return replace(self._limits, seconds=min(left, self._limits.seconds))
-
-
 @dataclass(frozen=True)
 class Bracket:
     """The mechanism's epsilon at ``delta`` lies in [lower, upper].
 
     ``direction`` is the neighbouring direction that dominates (the one whose upper is larger);
     ``error_terms`` holds the sizes of what the method allowed for; ``reason`` says why an end is
-    infinite, or why a better method did not answer.
+    infinite, or why the bracket is wider than was asked for.
     """
 
     lower: float
@@ -138,22 +127,37 @@ def _to_json(b: Bracket | DeltaBracket, numbers: Sequence[str]) -> dict[str, obj
 # --------------------------------------------------------------------------------------------------
 
 
-def epsilon(m: Mechanism, delta: float, *, limits: Limits = DEFAULT) -> Bracket:
+def epsilon(
+    m: Mechanism, delta: float, *, tolerance: float | None = None, limits: Limits = DEFAULT
+) -> Bracket:
     """The bracket of epsilon at delta.
 
+    Args:
+        tolerance: the wanted width; by default the smaller of 1e-3 and 1e-3 of epsilon. Where
+            double precision or the limits do not allow it, the bracket is wider and says why.
+
     Raises:
-        InvalidRequest: delta is not a number in (0, 1).
+        InvalidRequest: delta is not a number in (0, 1), or the tolerance not one in
+            [LEAST_TOLERANCE, inf).
     """
     delta = _check_delta(delta)
+    if tolerance is not None:
+        tolerance = _check_tolerance(tolerance)
+
+    def wanted(value: float) -> float:
+        if tolerance is not None:
+            return tolerance
+        return min(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * value)
 
     def compute() -> tuple[Bracket, bool]:
-        left = _Deadline(limits)
-        answers = [_epsilon(terms, delta, left) for terms in dominating_terms(m)]
-        worst = max((a for a, _ in answers), key=lambda b: b.upper)
-        lower = max(a.lower for a, _ in answers)
-        return replace(worst, lower=lower), all(final for _, final in answers)
+        end = time.monotonic() + limits.seconds
+        answers = [_epsilon(terms, delta, wanted, end) for terms in dominating_terms(m)]
+        worst = max(answers, key=lambda b: b.upper)
+        lower = max(a.lower for a in answers)
+        # What the time cut short would be another answer on an idle machine.
+        return replace(worst, lower=lower), time.monotonic() < end
 
-    return _CACHE.get(("epsilon", mechanism_digest(m), delta, limits), compute)
+    return _CACHE.get(("epsilon", mechanism_digest(m), delta, tolerance), compute)
 
 
 def delta(m: Mechanism, epsilon: float, *, limits: Limits = DEFAULT) -> DeltaBracket:
@@ -168,7 +172,7 @@ def delta(m: Mechanism, epsilon: float, *, limits: Limits = DEFAULT) -> DeltaBra
 def profile(
     m: Mechanism, epsilons: Sequence[float], *, limits: Limits = DEFAULT
 ) -> list[DeltaBracket]:
-    """The brackets of delta at each of the epsilons, from one distribution.
+    """The brackets of delta at each of the epsilons.
 
     Raises:
         InvalidRequest: an epsilon is not a number in [0, MAX_EPSILON], or there are none, or more
@@ -179,15 +183,15 @@ def profile(
     points = tuple(_check_epsilon(e) for e in epsilons)
 
     def compute() -> tuple[list[DeltaBracket], bool]:
-        left = _Deadline(limits)
-        answers = [_profile(terms, points, left) for terms in dominating_terms(m)]
+        end = time.monotonic() + limits.seconds
+        answers = [_profile(terms, points, end) for terms in dominating_terms(m)]
         out = []
-        for column in zip(*(brackets for brackets, _ in answers), strict=True):
+        for column in zip(*answers, strict=True):
             worst = max(column, key=lambda b: b.upper)
             out.append(replace(worst, lower=max(b.lower for b in column)))
-        return out, all(final for _, final in answers)
+        return out, time.monotonic() < end
 
-    return list(_CACHE.get(("profile", mechanism_digest(m), points, limits), compute))
+    return list(_CACHE.get(("profile", mechanism_digest(m), points), compute))
 
 
 def renyi(m: Mechanism, delta: float) -> Bracket:
@@ -196,9 +200,9 @@ def renyi(m: Mechanism, delta: float) -> Bracket:
 
 
 def warm_up() -> None:
-    """Starts the subprocess and has it answer once, so that the first request need not wait."""
-    epsilon_of = GaussianTerm(sampling_probability=0.5, mu=1.0, count=1)
-    _ask((epsilon_of,), True, 0.1, deltas=(1e-5,), limits=DEFAULT)
+    """Answers one question, so that the first request need not wait for libraries to load."""
+    terms = (GaussianTerm(sampling_probability=0.01, mu=1.0, count=100),)
+    _epsilon(terms, 1e-5, lambda value: 1e-3 * value, time.monotonic() + DEFAULT.seconds)
 
 
 def _check_delta(value: object) -> float:
@@ -212,6 +216,13 @@ def _check_epsilon(value: object) -> float:
     number = _check_number("epsilon", value)
     if not 0.0 <= number <= MAX_EPSILON:
         raise InvalidRequest("epsilon", f"must lie between 0 and {MAX_EPSILON:g}")
+    return number
+
+
+def _check_tolerance(value: object) -> float:
+    number = _check_number("tolerance", value)
+    if not number >= LEAST_TOLERANCE:
+        raise InvalidRequest("tolerance", f"must be at least {LEAST_TOLERANCE:g}")
     return number
 
 
@@ -259,112 +270,144 @@ _CACHE: Final = _Cache(CACHE_SIZE)
 
 
 # --------------------------------------------------------------------------------------------------
-# One composition of terms. Each function returns a bracket and whether it is final: an answer that
-# was cut short by the time limit would be another one on an idle machine, so it is not kept.
+# One composition of terms
 # --------------------------------------------------------------------------------------------------
 
 
-def _epsilon(terms: tuple[Term, ...], delta: float, left: _Deadline) -> tuple[Bracket, bool]:
+def _epsilon(
+    terms: tuple[Term, ...], delta: float, tolerance: Callable[[float], float], end: float
+) -> Bracket:
     gaussians = _all_unsampled(terms)
     if gaussians is not None:
         lower, upper = gaussian_dp.epsilon_bounds(gaussian_dp.total_mu(gaussians), delta)
-        return Bracket(lower, upper, delta, "both", "gaussian_dp_closed_form"), True
+        return Bracket(lower, upper, delta, "both", "gaussian_dp_closed_form")
 
     impossible = _beyond_mass(terms, delta)
     if impossible is not None:
         reason = f"delta is below {impossible:.6g}, the probability that a declared part gives up"
-        return Bracket(math.inf, math.inf, delta, "both", "as_declared", reason=reason), True
+        return Bracket(math.inf, math.inf, delta, "both", "as_declared", reason=reason)
 
     declared = _as_declared(terms, delta)
     if declared is not None and len(terms) == 1 and terms[0].count == 1:
         lower = _worst_declared_epsilon(terms[0], delta)
-        return Bracket(lower, declared, delta, "both", "as_declared"), True
+        return Bracket(lower, declared, delta, "both", "as_declared")
 
-    upper, order, direction = cumulants.best_epsilon(terms, delta)
-    best = Bracket(0.0, upper, delta, _direction(direction), "renyi", {"order": order})
-    if declared is not None and declared <= upper:
-        best = Bracket(0.0, declared, delta, "both", "as_declared")
-    if upper == 0.0:
-        return best, True
+    best = _beside_mass(terms, delta, tolerance, end)
+    if declared is not None and declared < best.upper:
+        best = replace(best, upper=declared, lower=min(best.lower, declared), method="as_declared")
+    return best
 
-    slack = _numerical_slack(terms)
-    notes, final = [], True
-    if delta > 4.0 * slack:
-        found = _distribution(terms, True, left.limits(), deltas=(delta - slack,))
-        final &= found.final
-        if found.answer is None:
-            notes.append(found.reason)
-        else:
-            remove, add = (found.answer[d]["epsilon"][0] for d in ("remove", "add"))
-            pld = max(_or_inf(remove), _or_inf(add))
-            if pld <= best.upper:
-                errors = found.error_terms | {"numerical_slack": slack}
-                best = Bracket(0.0, pld, delta, _larger(remove, add), "dp_accounting_pld", errors)
-    if delta + slack < 1.0:
-        found = _distribution(terms, False, left.limits(), deltas=(delta + slack,))
-        final &= found.final
-        if found.answer is None:
-            notes.append(found.reason)
-        else:
-            lower = max(
-                x for d in ("remove", "add") if (x := found.answer[d]["epsilon"][0] or 0.0) >= 0.0
+
+def _beside_mass(
+    terms: tuple[Term, ...], delta: float, tolerance: Callable[[float], float], end: float
+) -> Bracket:
+    """The bracket by way of the rest's delta: delta = m + (1 - m) rest, m within its two bounds."""
+    least, most = _mass(terms)
+    strict, lenient = _rest(delta, most, up=False), _rest(delta, least, up=True)
+    if strict <= 0.0:
+        # delta is the mass itself as far as double precision tells.
+        reason = "delta is too close to the probability that a declared part gives up"
+        below = _rest_epsilon(terms, lenient, tolerance, end)
+        return replace(below, upper=math.inf, delta=delta, reason=reason)
+    found = _rest_epsilon(terms, strict, tolerance, end)
+    if strict == lenient:
+        return replace(found, delta=delta)
+    below = _rest_epsilon(terms, lenient, tolerance, end)
+    return replace(found, lower=min(below.lower, found.upper), delta=delta)
+
+
+def _rest_epsilon(
+    terms: tuple[Term, ...], delta: float, tolerance: Callable[[float], float], end: float
+) -> Bracket:
+    if delta >= 1.0:
+        return Bracket(0.0, 0.0, delta, "both", "as_declared")
+    exact = closed_forms.epsilon_bounds(terms, delta)
+    if exact is not None:
+        return Bracket(exact.lower, exact.upper, delta, exact.direction, exact.method)
+    try:
+        found, direction = contour.epsilon_of(terms, delta, tolerance, end)
+    except contour.OutOfReach as stop:
+        upper, order, by = cumulants.best_epsilon(_without_deltas(terms), delta)
+        errors = {"order": order}
+        return Bracket(
+            closed_forms.least_epsilon(terms, delta),
+            upper,
+            delta,
+            _direction(by),
+            "renyi",
+            errors,
+            f"the contour gave no bound: {stop}",
+        )
+    best = Bracket(
+        found.lower, found.upper, delta, direction, "contour", found.error_terms, found.reason
+    )
+    width = best.upper - best.lower
+    if width > 4.0 * max(tolerance(best.upper), 1e-6) and width > 0.02 * best.upper:
+        # The contour had to stop short, and the Renyi bound may be the better one.
+        upper, order, by = cumulants.best_epsilon(_without_deltas(terms), delta)
+        if upper < best.upper:
+            lower = min(best.lower, upper)
+            best = replace(
+                best,
+                lower=lower,
+                upper=upper,
+                direction=_direction(by),
+                method="renyi",
+                error_terms={"order": order},
             )
-            if lower <= best.upper:
-                best = replace(best, lower=lower)
-            else:
-                notes.append("the lower end contradicted a proven upper end and was dropped")
-    return replace(best, reason="; ".join(dict.fromkeys(n for n in notes if n))), final
+    return best
 
 
-def _profile(
-    terms: tuple[Term, ...], points: tuple[float, ...], left: _Deadline
-) -> tuple[list[DeltaBracket], bool]:
+def _profile(terms: tuple[Term, ...], points: tuple[float, ...], end: float) -> list[DeltaBracket]:
     gaussians = _all_unsampled(terms)
     if gaussians is not None:
         mu = gaussian_dp.total_mu(gaussians)
         exact = [(e, gaussian_dp.delta_bounds(mu, e)) for e in points]
         return [
             DeltaBracket(low, up, e, "both", "gaussian_dp_closed_form") for e, (low, up) in exact
-        ], True
-
-    slack = _numerical_slack(terms)
-    above = _distribution(terms, True, left.limits(), epsilons=points)
-    below = _distribution(terms, False, left.limits(), epsilons=points)
-    reason = "; ".join(dict.fromkeys(f.reason for f in (above, below) if f.reason))
-    out, final = [], above.final and below.final
-    for i, e in enumerate(points):
-        if left.over:
-            # True of every mechanism; a distribution, if there is one, says more.
-            best = DeltaBracket(0.0, 1.0, e, "both", "none")
-            reason, final = reason or "the time was over before the curve was", False
-        else:
-            upper, order, direction = cumulants.best_delta(terms, e)
-            best = DeltaBracket(0.0, upper, e, _direction(direction), "renyi", {"order": order})
-        if above.answer is not None:
-            remove, add = (above.answer[d]["delta"][i] for d in ("remove", "add"))
-            pld = min(1.0, max(_or_inf(remove), _or_inf(add)) + slack)
-            if pld <= best.upper:
-                errors = above.error_terms | {"numerical_slack": slack}
-                best = DeltaBracket(0.0, pld, e, _larger(remove, add), "dp_accounting_pld", errors)
-        if below.answer is not None:
-            lower = max(below.answer[d]["delta"][i] or 0.0 for d in ("remove", "add")) - slack
-            if lower <= best.upper:
-                best = replace(best, lower=max(0.0, lower))
-        out.append(replace(best, reason=reason))
-    return out, final
+        ]
+    least, most = _mass(terms)
+    out: dict[float, DeltaBracket] = {}
+    ordered = sorted(set(points))
+    formula = [closed_forms.delta_bounds(terms, e) for e in ordered]
+    if all(f is not None for f in formula):
+        for e, f in zip(ordered, formula, strict=True):
+            if f is not None:
+                out[e] = DeltaBracket(f.lower, f.upper, e, f.direction, f.method)
+    else:
+        lower, upper, directions, errors = contour.delta_of(terms, np.array(ordered), end)
+        for i, e in enumerate(ordered):
+            best = DeltaBracket(
+                float(lower[i]), float(upper[i]), e, directions[i], "contour", errors
+            )
+            if best.upper - best.lower > 0.1 * best.upper:
+                reason = "double precision, or the time, did not allow more"
+                if time.monotonic() < end:
+                    value, order, by = cumulants.best_delta(_without_deltas(terms), e)
+                    if value < best.upper:
+                        best = replace(
+                            best,
+                            upper=value,
+                            direction=_direction(by),
+                            method="renyi",
+                            error_terms={"order": order},
+                        )
+                best = replace(best, lower=min(best.lower, best.upper), reason=reason)
+            out[e] = best
+    if most == 0.0:
+        return [out[e] for e in points]
+    return [
+        replace(
+            out[e],
+            lower=(least + (1.0 - most) * out[e].lower) * (1.0 - 1e-15),
+            upper=min(1.0, (most + (1.0 - least) * out[e].upper) * (1.0 + 1e-15)),
+        )
+        for e in points
+    ]
 
 
 def _direction(text: str) -> Direction:
     return "remove" if text == "remove" else "add" if text == "add" else "both"
-
-
-def _larger(remove: float | None, add: float | None) -> Direction:
-    a, b = _or_inf(remove), _or_inf(add)
-    return "both" if a == b else "remove" if a > b else "add"
-
-
-def _or_inf(value: float | None) -> float:
-    return math.inf if value is None else max(0.0, value)
 
 
 def _all_unsampled(terms: Iterable[Term]) -> list[tuple[float, int]] | None:
@@ -379,13 +422,33 @@ def _all_unsampled(terms: Iterable[Term]) -> list[tuple[float, int]] | None:
 # -- (epsilon, delta) parts ------------------------------------------------------------------------
 
 
+def _mass(terms: tuple[Term, ...]) -> tuple[float, float]:
+    """Bounds on 1 - prod(1 - delta_i), the probability that (epsilon, delta) terms give up."""
+    most = cumulants.mass_at_infinity(terms)
+    return most * (1.0 - 1e-12), most
+
+
+def _rest(delta: float, mass: float, *, up: bool) -> float:
+    """(delta - mass)/(1 - mass), rounded up or down."""
+    if mass == 0.0:
+        return delta
+    value = (delta - mass) / (1.0 - mass)
+    return value + 4e-16 * delta if up else value - 4e-16 * delta
+
+
+def _without_deltas(terms: tuple[Term, ...]) -> tuple[Term, ...]:
+    return tuple(
+        replace(t, delta=Decimal(0)) if isinstance(t, ApproximateDPTerm) else t for t in terms
+    )
+
+
 def _beyond_mass(terms: tuple[Term, ...], delta: float) -> float | None:
     """The mass at infinity if delta lies below it, else None."""
     if len(terms) == 1 and terms[0].count == 1 and isinstance(terms[0], ApproximateDPTerm):
         # A single delta is the decimal as written, and so is the question's.
         return float(terms[0].delta) if Decimal(repr(delta)) < terms[0].delta else None
-    mass = cumulants.mass_at_infinity(terms)
-    return mass if delta < mass * (1.0 - 1e-12) else None
+    least, most = _mass(terms)
+    return most if delta < least else None
 
 
 def _as_declared(terms: tuple[Term, ...], delta: float) -> float | None:
@@ -418,134 +481,3 @@ def _worst_declared_epsilon(term: Term, delta: float) -> float:
     share = (delta - d0) / (1.0 - d0) * (1.0 + 1e-12) + 1e-16
     inner = 1.0 - share * (1.0 + math.exp(-e0))
     return max(0.0, (e0 + math.log(inner)) * (1.0 - 1e-12)) if inner > 0.0 else 0.0
-
-
-# --------------------------------------------------------------------------------------------------
-# dp_accounting's distributions
-# --------------------------------------------------------------------------------------------------
-
-# Measured on a 2-core machine: seconds a point of one mechanism's grid costs (both directions), and
-# a point of the composition's. They only steer the choice of the interval.
-_SECONDS_PER_SINGLE_POINT: Final = 9e-6
-_SECONDS_PER_COMPOSED_POINT: Final = 1.5e-6
-_UPPER_SECONDS: Final = 1.0
-_LOWER_SECONDS: Final = 0.6
-_INTERVALS: Final = tuple(
-    float(f"{digit}e{power}") for power in range(-6, 1) for digit in (1, 2, 5)
-)
-_MAX_INTERVAL: Final = 1.0
-_FINEST_WIDTH: Final = 1e-3
-
-
-@dataclass(frozen=True)
-class _Found:
-    answer: dict[str, Any] | None
-    error_terms: dict[str, float]
-    reason: str
-    final: bool
-
-
-def _numerical_slack(terms: tuple[Term, ...]) -> float:
-    """How far double precision may move dp_accounting's delta; a measured figure, not a proof.
-
-    The transforms raise a distribution that is right to some 1e-16 to the power of the count: over
-    Gaussians, whose exact curve is known, delta came out up to 7e-17 * count too small, which at
-    small delta makes dp_accounting's pessimistic epsilon too small. And composing an optimistic
-    distribution adds two tails of 1e-15 a term to it.
-    """
-    return 1e-12 + 4e-15 * len(terms) + 1e-15 * sum(t.count for t in terms)
-
-
-def _distribution(
-    terms: tuple[Term, ...],
-    pessimistic: bool,
-    limits: Limits,
-    *,
-    deltas: tuple[float, ...] = (),
-    epsilons: tuple[float, ...] = (),
-) -> _Found:
-    """Asks the subprocess at the finest interval that looks cheap, then once at a coarser one."""
-    terms = _merged(terms, upper=pessimistic)
-    seconds = _UPPER_SECONDS if pessimistic else _LOWER_SECONDS
-    interval = _interval(terms, seconds, len(deltas) + len(epsilons))
-    if interval is None:
-        return _Found(None, {}, "the privacy loss spans too wide a range to discretise", True)
-    reason = ""
-    for step, share in ((interval, 0.75), (min(_MAX_INTERVAL, 10.0 * interval), 0.25)):
-        part = replace(limits, seconds=limits.seconds * share)
-        try:
-            answer = _ask(terms, pessimistic, step, deltas=deltas, epsilons=epsilons, limits=part)
-        except OutOfLimits as stop:
-            reason = f"dp_accounting did not answer: {stop}"
-            continue
-        errors = {"discretization_interval": step, "tail_mass_truncation": 1e-15}
-        return _Found(answer, errors, "", reason == "")
-    return _Found(None, {}, reason, False)
-
-
-def _ask(
-    terms: tuple[Term, ...],
-    pessimistic: bool,
-    interval: float,
-    *,
-    deltas: tuple[float, ...] = (),
-    epsilons: tuple[float, ...] = (),
-    limits: Limits,
-) -> dict[str, Any]:
-    question = {
-        "terms": [_term_json(t) for t in terms],
-        "pessimistic": pessimistic,
-        "interval": interval,
-        "deltas": list(deltas),
-        "epsilons": list(epsilons),
-    }
-    return POOL.ask(question, seconds=limits.seconds, megabytes=limits.megabytes)
-
-
-def _term_json(term: Term) -> dict[str, object]:
-    if isinstance(term, GaussianTerm):
-        return {"q": term.sampling_probability, "mu": term.mu, "count": term.count}
-    return {"epsilon": float(term.epsilon), "delta": float(term.delta), "count": term.count}
-
-
-def _merged(terms: tuple[Term, ...], *, upper: bool) -> tuple[Term, ...]:
-    """The unsampled Gaussians as one, whose mu is rounded up or down."""
-    whole = [t for t in terms if isinstance(t, GaussianTerm) and t.sampling_probability == 1.0]
-    if len(whole) < 2 and all(t.count == 1 for t in whole):
-        return terms
-    mu = gaussian_dp.total_mu([(t.mu, t.count) for t in whole])[1 if upper else 0]
-    return (*(t for t in terms if t not in whole), GaussianTerm(1.0, mu, 1))
-
-
-def _interval(terms: tuple[Term, ...], seconds: float, questions: int) -> float | None:
-    """The finest interval at which the terms should be made, composed and read in ``seconds``."""
-    cost = _SECONDS_PER_SINGLE_POINT * sum(_loss_range(t) for t in terms)
-    cost += _SECONDS_PER_COMPOSED_POINT * _composed_range(terms) * (1.0 + (questions - 1) / 100.0)
-    # The lower end is off by count * h / 2, the upper by far less: finer than this is of no use.
-    floor = _FINEST_WIDTH / max(1, sum(t.count for t in terms))
-    return next((h for h in _INTERVALS if h >= floor and cost / h <= seconds), None)
-
-
-def _loss_range(term: Term) -> float:
-    """About how wide one output's privacy loss is, at dp_accounting's truncation of e^-50."""
-    if isinstance(term, ApproximateDPTerm):
-        return 2.0 * float(term.epsilon)
-    q, mu = term.sampling_probability, term.mu
-    top = 0.5 * mu * mu + 10.0 * mu
-    if q == 1.0:
-        return 2.0 * top
-    reach = top + math.log(q + (1.0 - q) * math.exp(-top))
-    return max(0.0, reach) - math.log1p(-q)
-
-
-def _composed_range(terms: tuple[Term, ...]) -> float:
-    """About how wide the composition is: its Chernoff bound at the tilts dp_accounting tries."""
-    widest = max(_loss_range(t) for t in terms)
-    whole = sum(t.count * _loss_range(t) for t in terms)
-    best = whole
-    for k in (1, 2, 4, 8, 14, 20):
-        tilt = k / max(widest, 1e-9)
-        if cumulants.MIN_ORDER <= 1.0 + tilt <= cumulants.MAX_ORDER:
-            cost = max(cumulants.directed_costs(terms, 1.0 + tilt))
-            best = min(best, 2.0 * (cost + 36.0 / tilt))
-    return best

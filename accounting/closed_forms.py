@@ -1,0 +1,189 @@
+"""Exact (epsilon, delta) curves of single outputs and of repeated randomised response.
+
+**One output of the sampled Gaussian** (Balle, Barthe and Gaboardi 2018, theorem 2). With
+Q = (1 - q) P + q P' and gamma = exp(epsilon) >= 1, the remove direction is
+
+    sup over E of Q(E) - gamma P(E) = q delta_mu(x),   exp(x) = 1 + (gamma - 1)/q,
+
+delta_mu the Gaussian curve. It is the worse direction: for every event E, with P and P' exchanged
+by their reflection,
+
+    P(E) - gamma Q(E) = [q P(E) - (gamma - 1 + q) P'(E)] - (1 - q)(gamma - 1)(P(E) - P'(E)),
+
+and at the best E for the left side, a set where P/P' is large, P(E) >= P'(E).
+
+**One Laplace output:** delta = 1 - exp((epsilon - rate)/2) up to epsilon = rate.
+
+**n randomised responses:** S = (n - 2k) eps0 with binomial probabilities, k flipped answers, so
+delta = sum of pmf(k) (1 - exp(epsilon - (n - 2k) eps0)) over S > epsilon: positive terms only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from scipy.special import gammaln
+
+from accounting import gaussian_dp
+from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
+
+MAX_RESPONSES: Final = 2_000
+_U: Final = 2.0**-53
+_E: Final = 64.0 * _U  # relative; no chain of operations here has as many as 64 roundings
+
+
+@dataclass(frozen=True)
+class Exact:
+    """An enclosure of the exact value, the direction it belongs to, and the formula's name."""
+
+    lower: float
+    upper: float
+    direction: Literal["remove", "both"]
+    method: Literal["closed_form", "randomized_response"]
+
+
+def epsilon_bounds(terms: Sequence[Term], delta: float) -> Exact | None:
+    """epsilon at delta in (0, 1) if the terms (without deltas of their own) have a closed form."""
+    term = _only(terms)
+    if isinstance(term, GaussianTerm):
+        return Exact(*_sampled_epsilon(term, delta), "remove", "closed_form")
+    if isinstance(term, LaplaceTerm):
+        lower, upper = _laplace_epsilon(term, delta)
+        return Exact(lower, upper, "both", "closed_form")
+    if isinstance(term, ApproximateDPTerm):
+        below, above = (_Responses(term, up=up) for up in (False, True))
+        return Exact(below.epsilon(delta), above.epsilon(delta), "both", "randomized_response")
+    return None
+
+
+def delta_bounds(terms: Sequence[Term], epsilon: float) -> Exact | None:
+    """delta at epsilon >= 0 if the terms (without deltas of their own) have a closed form."""
+    term = _only(terms)
+    if isinstance(term, GaussianTerm):
+        return Exact(*_sampled_delta(term, epsilon), "remove", "closed_form")
+    if isinstance(term, LaplaceTerm):
+        gap = 0.5 * (term.inverse_scale - epsilon)
+        slack = _E * (term.inverse_scale + epsilon)
+        lower, upper = (max(0.0, -math.expm1(-max(0.0, gap + s))) for s in (-slack, slack))
+        return Exact(lower * (1.0 - _E), min(1.0, upper * (1.0 + _E)), "both", "closed_form")
+    if isinstance(term, ApproximateDPTerm):
+        below, above = (_Responses(term, up=up) for up in (False, True))
+        return Exact(below.delta(epsilon), above.delta(epsilon), "both", "randomized_response")
+    return None
+
+
+def least_epsilon(terms: Sequence[Term], delta: float) -> float:
+    """A lower bound on epsilon at delta: that of the worst single output of the composition."""
+    single = [t for t in terms if not isinstance(t, ApproximateDPTerm)]
+    ends = [0.0]
+    for term in single:
+        if isinstance(term, LaplaceTerm):
+            ends.append(_laplace_epsilon(term, delta)[0])
+        elif term.sampling_probability == 1.0:
+            ends.append(gaussian_dp.epsilon_bounds((term.mu, term.mu), delta)[0])
+        else:
+            ends.append(_sampled_epsilon(term, delta)[0])
+    return max(ends)
+
+
+def _only(terms: Sequence[Term]) -> Term | None:
+    """The one term, if there is one and it has a closed form."""
+    if len(terms) != 1:
+        return None
+    term = terms[0]
+    if isinstance(term, ApproximateDPTerm):
+        return term if term.count <= MAX_RESPONSES else None
+    return term if term.count == 1 else None
+
+
+# -- the sampled Gaussian --------------------------------------------------------------------------
+
+
+def _sampled_epsilon(term: GaussianTerm, delta: float) -> tuple[float, float]:
+    q, mu = term.sampling_probability, term.mu
+    out = []
+    for side, sign in ((0, 1.0), (1, -1.0)):
+        share = delta / q * (1.0 + sign * 4.0 * _U)
+        if not share < 1.0:
+            out.append(0.0)
+            continue
+        x = gaussian_dp.epsilon_bounds((mu, mu), max(share, 1e-300))[side]
+        # log(1 + q (e^x - 1))
+        value = math.log1p(q * math.expm1(x)) if x < 30.0 else _far(x, q)
+        out.append(max(0.0, value * (1.0 - sign * _E)))
+    return out[0], out[1]
+
+
+def _far(x: float, q: float) -> float:
+    return x + math.log(q) + math.log1p((1.0 - q) / q * math.exp(-x)) if x < math.inf else x
+
+
+def _sampled_delta(term: GaussianTerm, epsilon: float) -> tuple[float, float]:
+    q, mu = term.sampling_probability, term.mu
+    if epsilon < 30.0:
+        x = math.log1p(math.expm1(epsilon) / q)
+    else:
+        x = epsilon - math.log(q) + math.log1p((q - 1.0) * math.exp(-epsilon))
+    slack = _E * (abs(x) + abs(math.log(q)))
+    low = gaussian_dp.delta_bounds((mu, mu), x + slack)[0]
+    high = gaussian_dp.delta_bounds((mu, mu), max(0.0, x - slack))[1]
+    return q * low * (1.0 - _E), min(1.0, q * high * (1.0 + _E))
+
+
+# -- Laplace ---------------------------------------------------------------------------------------
+
+
+def _laplace_epsilon(term: LaplaceTerm, delta: float) -> tuple[float, float]:
+    value = term.inverse_scale + 2.0 * math.log1p(-delta)
+    slack = _E * (term.inverse_scale - 2.0 * math.log1p(-delta))
+    return max(0.0, value - slack), max(0.0, value + slack)
+
+
+# -- randomised response ---------------------------------------------------------------------------
+
+
+class _Responses:
+    """The losses and probabilities of n randomised responses, rounded to one side."""
+
+    def __init__(self, term: ApproximateDPTerm, *, up: bool) -> None:
+        n = term.count
+        e = float(term.epsilon)
+        # The curve grows with eps0, a decimal that need not be a double.
+        if up and e < term.epsilon:
+            e = math.nextafter(e, math.inf)
+        if not up and e > term.epsilon:
+            e = math.nextafter(e, 0.0)
+        k = np.arange(n + 1, dtype=np.float64)
+        choose = gammaln(n + 1.0) - gammaln(k + 1.0) - gammaln(n - k + 1.0)
+        log_pmf = choose - k * e - n * math.log1p(math.exp(-e))
+        # gammaln is taken to be right to 32 units of 2^-53.
+        error = 64.0 * _U * (1.0 + 3.0 * float(gammaln(n + 1.0)) + 3.0 * n * (1.0 + e))
+        self._loss = (n - 2.0 * k) * e
+        self._pmf = np.exp(log_pmf)
+        self._factor = 1.0 + error if up else 1.0 - error
+        self._slack = (_E if up else -_E) * n * e
+        self._up = up
+
+    def delta(self, epsilon: float) -> float:
+        gap = self._loss - epsilon + self._slack
+        above = gap > 0.0
+        value = float((self._pmf[above] * -np.expm1(-gap[above])).sum()) * self._factor
+        return min(1.0, max(0.0, value))
+
+    def epsilon(self, delta: float) -> float:
+        low, high = 0.0, float(self._loss[0]) * (1.0 + _E)
+        if self.delta(0.0) <= delta:
+            return 0.0
+        # Invariant: delta(low) > delta >= delta(high), as far as the rounded values show.
+        while True:
+            middle = 0.5 * (low + high)
+            if not low < middle < high or high - low <= 1e-14 * high:
+                return high if self._up else low
+            if self.delta(middle) <= delta:
+                high = middle
+            else:
+                low = middle

@@ -1,0 +1,1156 @@
+"""Two-sided proven bounds on delta(epsilon) of a composition, by a tilted contour sum.
+
+For one direction of the neighbouring relation, S is the sum of the privacy losses of all outputs
+under the numerator, Psi(s) = E exp(s S), and delta(x) = E (1 - exp(x - S))_+. For every c > 0
+
+    integral of exp(s x) delta(x) dx = Psi(s) / (s (s + 1)),   s = c + i t,
+
+which is summed over a lattice of t. docs/accounting.md derives every step; in short:
+
+- **Window.** The noise z of an output is cut to an interval. What lies outside counts as revealing
+  everything in the upper bound and is dropped in the lower one.
+- **Quadrature.** Psi's factors are integrals over the window by Gauss-Legendre panels, each with
+  the error bound of its Bernstein ellipse.
+- **Aliasing.** The lattice sum is the sum of exp(c m T) delta(epsilon + m T) over all integers m.
+  All terms are non-negative, so the sum is an upper bound; for the lower one the other terms are
+  bounded and taken off.
+- **Truncation.** Beyond the last node the sum is bounded through |Psi(c + i t)|, which a shifted
+  contour shows to decay (:meth:`_Sampled.decay`), or, where it does not decay, by composing with a
+  narrow Gaussian (upper) and by a smooth test (lower), which cost a little width.
+- **Rounding.** Every operation's error is bounded, node by node, and enters the bounds.
+
+Basic assumptions: IEEE double arithmetic with rounding to nearest, and exp, log, log1p, sin, cos,
+arctan2 right within 4 units in the last place (sin and cos: absolutely, 8 units of 2^-53).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import log_ndtr, ndtri
+
+from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
+
+Array = NDArray[np.float64]
+Complex = NDArray[np.complex128]
+Direction = Literal["remove", "add"]
+Worse = Literal["remove", "add", "both"]
+
+U: Final = 2.0**-53
+_LIB: Final = 8.0 * U  # relative error of an elementary function: 4 units in the last place
+_LOG_SQRT_2PI: Final = 0.5 * math.log(2.0 * math.pi)
+_FAR: Final = 700.0  # exp of more would overflow
+
+_NODES: Final = 40
+_X, _W = np.polynomial.legendre.leggauss(_NODES)
+# Of the nodes and weights above; a test compares them with ball arithmetic.
+_NODE_ERROR: Final = 4.0 * U
+_WEIGHT_ERROR: Final = 256.0 * U
+# Bernstein ellipses that are tried for a panel's error bound: sum of the semi-axes over the
+# half-width. The bound is (64/15) F rho^(-2n) / (1 - rho^-2) times the half-width (Trefethen 2013,
+# theorem 19.3), F the largest modulus inside the ellipse.
+_RHO: Final = np.array([1.25, 1.5, 1.8, 2.2, 2.8, 3.6, 5.0, 8.0])[:, None]
+_SEMI_X: Final = 0.5 * (_RHO + 1.0 / _RHO)
+_SEMI_Y: Final = 0.5 * (_RHO - 1.0 / _RHO)
+_LOG_ELLIPSE: Final = math.log(64.0 / 15.0) - 2.0 * _NODES * np.log(_RHO) - np.log1p(-(_RHO**-2.0))
+_QUADRATURE: Final = -39.5  # log of the share of phi(c) that quadrature may miss
+_CHUNK: Final = 512  # nodes summed at a time: bounds the rounding of a sum, and memory
+
+MAX_T_NODES: Final = 24_000
+MAX_Z_NODES: Final = 200_000
+MAX_WORK: Final = 4e8  # t nodes times z nodes of all parts
+ACCURACY: Final = 2e-3  # of delta's brackets, relative
+LEAST_DELTA: Final = 1e-290
+_TILTS: Final = np.exp(np.arange(math.log(1e-5), math.log(1e7), 0.3))
+
+
+class OutOfReach(Exception):
+    """The question leaves what double precision, or the limit on work, can answer."""
+
+
+def _kappa(c: Array) -> Array:
+    """log of sup over y of (1 - e^-y) e^-cy."""
+    value: Array = c * np.log(c) - (1.0 + c) * np.log1p(c)
+    return value
+
+
+def _dyadic(x: float) -> float:
+    """x rounded down to 20 significant bits, so that its integer multiples are exact doubles."""
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(math.floor(math.ldexp(mantissa, 20)), exponent - 20)
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts: the transforms phi(s) = E exp(s loss) of single outputs
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Transform:
+    """``rest + excess[k]`` is phi(c + i k dt) exp(-scale), k = 0..M-1, within ``error``.
+
+    Where nearly all outputs lose almost nothing, phi - 1 is small and so is its error: rest is 1
+    and scale 0, and the error stays proportional to the excess.
+    """
+
+    excess: Complex
+    error: Array
+    rest: float
+    scale: float
+    nodes: int
+
+    def log(self) -> tuple[Complex, Array]:
+        """(log of the values, the error of that computation)."""
+        x, y = self.excess.real, self.excess.imag
+        if self.rest == 1.0:
+            square = 2.0 * x + (x * x + y * y)
+            value = 0.5 * np.log1p(np.maximum(square, -1.0)) + 1j * np.arctan2(y, 1.0 + x)
+            size = np.abs(x) + np.abs(y)
+            modulus2 = np.maximum(1.0 + square, 1e-300)
+            return value, 2.0 * _LIB * (
+                np.minimum(size, 4.0) * (1.0 + size) / modulus2 + np.abs(value)
+            )
+        value = np.log(self.values())
+        return value, _LIB * (6.0 + np.abs(value.real))
+
+    def values(self) -> Complex:
+        return self.rest + self.excess
+
+
+class _Part(Protocol):
+    count: int
+
+    def cut(self, outside: float) -> None:
+        """Cuts off a set of noise whose probability under the numerator is about ``outside``."""
+
+    def outside(self) -> float:
+        """What was cut off: its probability in one output, rounded up."""
+
+    def largest(self) -> float:
+        """The largest loss of one output, rounded up; may be infinite."""
+
+    def rough(self, tilts: Array) -> Array:
+        """About log phi at the tilts: it steers the choice of parameters, and bounds nothing."""
+
+    def log_mgf(self, tilt: float) -> float:
+        """log phi(tilt), rounded up."""
+
+    def decay(self, tilt: float, t: float, scale: float, whole: float) -> float:
+        """A lower bound on -log(|phi(tilt + i t')| exp(-scale)) for all t' >= t.
+
+        ``whole`` is phi(tilt) exp(-scale), rounded up.
+        """
+
+    def transform(self, tilt: float, step: float, count: int) -> _Transform:
+        """phi at the lattice."""
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """phi(c + i t) exp(-scale) = rest + excess + sum of weight (exp(i t loss) - 1), within errors.
+
+    The error is ``error + error_per_t |t|``.
+    """
+
+    weight: Array
+    loss: Array
+    excess: float
+    rest: float
+    scale: float
+    error: float
+    error_per_t: float
+
+
+class _Sampled:
+    """One output of the sampled Gaussian pair, in one direction.
+
+    With u(z) = 1 - q + q exp(mu z - mu^2/2) and k = 1 + s (remove) or -s (add),
+    phi(s) = integral over the window of gauss(z) u(z)^k dz.
+    """
+
+    def __init__(self, term: GaussianTerm, direction: Direction) -> None:
+        self.q, self.mu, self.count = term.sampling_probability, term.mu, term.count
+        self._add = direction == "add"
+        self._log_none, self._log_q = math.log1p(-self.q), math.log(self.q)
+        self._lo = self._hi = 0.0
+
+    def _k(self, tilt: float) -> float:
+        return -tilt if self._add else 1.0 + tilt
+
+    def _log_u(self, z: Array) -> tuple[Array, Array]:
+        """(log u, log(q w)) at z."""
+        x = self.mu * (z - 0.5 * self.mu)
+        log_in = self._log_q + x
+        log_u = np.maximum(self._log_none, log_in) + np.log1p(
+            np.exp(-np.abs(log_in - self._log_none))
+        )
+        if self.q <= 0.5:
+            # q enters here without its logarithm's rounding.
+            log_u = np.where(x < 30.0, np.log1p(self.q * np.expm1(np.minimum(x, 30.0))), log_u)
+        return log_u, log_in
+
+    def _loss_errors(self, z: Array, log_u: Array, share: Array) -> Array:
+        """Bounds on the rounding error of log u.
+
+        d log u / d x = share, and x = mu (z - mu/2) has three roundings. For q <= 1/2 and x < 30
+        the argument of log1p is y = q expm1(x) with |y|/u <= 2q + share; else log u is the sum of
+        log q or log(1 - q) and a term whose derivatives by both are at most share.
+        """
+        size = self.mu * (np.abs(z) + self.mu)
+        if self.q <= 0.5:
+            fine = (
+                _LIB * np.abs(log_u) + (2.0 * self.q + share) * 1.5 * _LIB + 4.0 * U * share * size
+            )
+            far = self.mu * (z - 0.5 * self.mu) >= 30.0
+        else:
+            fine, far = np.zeros_like(z), np.ones_like(z, dtype=bool)
+        coarse = (
+            2.0 * _LIB * (np.abs(log_u) - self._log_none + share * (1.0 + abs(self._log_q) + size))
+        )
+        error: Array = np.where(far, coarse, fine)
+        return error
+
+    def cut(self, outside: float) -> None:
+        left = _upper_quantile(0.5 * outside)
+        right = left
+        if not self._add:
+            included = 0.25 * outside / self.q
+            right = _upper_quantile(0.25 * outside)
+            right = max(right, self.mu + _upper_quantile(included))
+        self._lo, self._hi = -left - 0.01, right + 0.01
+        # Nodes for the rough values.
+        panels = max(4, min(40, math.ceil((self._hi - self._lo) * (0.25 + 0.1 * self.mu))))
+        edges = np.linspace(self._lo, self._hi, panels + 1)
+        z = (0.5 * (edges[1:] + edges[:-1])[:, None] + 0.5 * (edges[1] - edges[0]) * _X).ravel()
+        log_w = np.tile(np.log(_W * 0.5 * (edges[1] - edges[0])), panels)
+        log_u, _ = self._log_u(z)
+        self._rough_loss = -log_u if self._add else log_u
+        self._rough_base = -0.5 * z * z - _LOG_SQRT_2PI + log_w + (0.0 if self._add else log_u)
+        keep = self._rough_base > self._rough_base.max() - 200.0
+        self._rough_base, self._rough_loss = self._rough_base[keep], self._rough_loss[keep]
+
+    def outside(self) -> float:
+        def of(mean: float) -> float:
+            tails = float(log_ndtr(self._lo - mean)), float(log_ndtr(mean - self._hi))
+            return math.exp(tails[0]) + math.exp(tails[1])
+
+        value = of(0.0)
+        if not self._add:
+            value = (1.0 - self.q) * value + self.q * of(self.mu)
+        size = max(self._lo * self._lo, self._hi * self._hi) + self.mu * self.mu
+        return value * (1.0 + 64.0 * U * (1.0 + size))
+
+    def largest(self) -> float:
+        return -self._log_none * (1.0 + 4.0 * _LIB) if self._add else math.inf
+
+    def rough(self, tilts: Array) -> Array:
+        exponent = self._rough_base + np.multiply.outer(tilts, self._rough_loss)
+        peak = exponent.max(axis=-1)
+        value: Array = peak + np.log(np.exp(exponent - peak[..., None]).sum(axis=-1))
+        return value
+
+    # -- quadrature --------------------------------------------------------------------------------
+
+    def _panels(self, tilt: float, t: float, log_phi: float) -> tuple[Array, float]:
+        """Edges of panels, and log of the bound on what they miss in all, for |Im s| <= t."""
+        k, mu = self._k(tilt), self.mu
+        grid = np.linspace(self._lo, self._hi, 129)
+        middle = 0.5 * (grid[1:] + grid[:-1])
+        log_u, log_in = self._log_u(middle)
+        share = np.exp(np.minimum(0.0, log_in + 0.3 * mu - log_u))
+        weight = -0.5 * middle * middle + k * log_u - _LOG_SQRT_2PI - log_phi
+        # A first guess at the density of panels, from the local rate of the integrand's phase.
+        ease = np.clip(1.0 - weight / 60.0, 1.0, 3.0)
+        rate = 0.035 * (t + abs(k)) * mu * share / ease + 0.16
+        total = np.concatenate([[0.0], np.cumsum(rate * np.diff(grid))])
+        if not total[-1] * _NODES < MAX_Z_NODES:
+            raise OutOfReach("the transform needs too many nodes")
+        edges = np.interp(
+            np.linspace(0.0, total[-1], max(2, math.ceil(total[-1])) + 1), total, grid
+        )
+        edges[0], edges[-1] = self._lo, self._hi
+        while True:
+            log_error = self._panel_errors(edges[:-1], edges[1:], k, t) - log_phi
+            bad = log_error > _QUADRATURE - math.log(len(log_error))
+            if not bad.any():
+                return edges, float(np.log(np.exp(log_error).sum())) + 1e-9
+            if len(edges) * _NODES > MAX_Z_NODES:
+                raise OutOfReach("the transform needs too many nodes")
+            edges = np.sort(np.concatenate([edges, 0.5 * (edges[:-1] + edges[1:])[bad]]))
+
+    def _panel_errors(self, left: Array, right: Array, k: float, t: float) -> Array:
+        """log of the error bound of each panel, the best of the ellipses tried.
+
+        Inside the box around an ellipse, x within [x0, x1] and |y| <= b, with theta = mu b and
+        ratio the largest of r/p there, r = q w and p = 1 - q: |u| <= u(x1); |u| >= p (1 - ratio),
+        and >= u(x0) cos(theta/2) if theta < pi; |arg u| <= arcsin ratio if ratio < 1, and, as it grows with r, and with the
+        angle up to pi/2 or if r >= p, |arg u| <= arg(1 + ratio exp(i theta)). u has no zero there
+        if ratio < 1 or theta < pi.
+        """
+        radius, middle = 0.5 * (right - left), 0.5 * (right + left)
+        reach, b = _SEMI_X * radius, _SEMI_Y * radius
+        x0, x1 = middle - reach, middle + reach
+        nearest = np.maximum(0.0, np.maximum(x0, -x1))
+        theta = self.mu * b
+        log_top, log_in = self._log_u(x1)
+        ratio = np.exp(np.minimum(log_in - self._log_none, 300.0))
+        small, narrow = ratio < 0.98, theta < 0.999 * math.pi
+        clipped = np.minimum(ratio, 0.98)
+        angle = np.minimum(theta, 0.999 * math.pi)
+        arg = np.arctan2(ratio * np.sin(angle), 1.0 + ratio * np.cos(angle))
+        arg = np.where(small & (theta > 0.5 * math.pi), np.arcsin(clipped), arg)
+        arg = np.where((ratio >= 0.98) & (ratio < 1.0), angle, arg)
+        if k > 0.0:
+            log_power = k * log_top
+        else:
+            log_cos = np.log(np.cos(0.5 * angle))
+            by_angle = np.where(narrow, self._log_u(x0)[0] + log_cos, -math.inf)
+            by_size = np.where(small, self._log_none + np.log1p(-clipped), -math.inf)
+            log_power = k * np.maximum(by_angle, by_size)
+        value = 0.5 * (b * b - nearest * nearest) - _LOG_SQRT_2PI + log_power + t * arg
+        value = value + np.log(radius) + _LOG_ELLIPSE
+        best: Array = np.where(small | narrow, value, math.inf).min(axis=0)
+        # The exponents' own rounding is far below 1e-9 wherever the bound is of use.
+        return best + 1e-9
+
+    def _weights(self, tilt: float, t: float) -> _Rule:
+        """The quadrature rule for phi(tilt + i t'), |t'| <= t."""
+        mu = self.mu
+        log_phi = float(self.rough(np.array([tilt]))[0])
+        scale = 0.0 if log_phi < 0.7 else log_phi
+        edges, log_missed = self._panels(tilt, t, log_phi)
+        middle, radius = 0.5 * (edges[1:] + edges[:-1]), 0.5 * np.diff(edges)
+        z = (middle[:, None] + radius[:, None] * _X).ravel()
+        log_weight = (np.log(radius)[:, None] + np.log(_W)).ravel()
+        log_u, log_in = self._log_u(z)
+        plain = (
+            (-0.5 * z * z + (log_weight - _LOG_SQRT_2PI)) + (0.0 if self._add else log_u) - scale
+        )
+        loss = -log_u if self._add else log_u
+        untilted, weight = np.exp(plain), np.exp(plain + tilt * loss)
+        # Rounding. d log u / d log(q w) = share; and a node is off by its own rounding.
+        share = np.exp(np.minimum(0.0, log_in - log_u)) * (1.0 + 1e-6)
+        loss_error = self._loss_errors(z, log_u, share)
+        moved = (4.0 * U + _NODE_ERROR) * (np.abs(z) + np.repeat(radius, _NODES))
+        loss_error += moved * mu * share
+        weight_error = (
+            2.0 * _LIB * (4.0 + 0.5 * z * z + np.abs(log_u) + abs(scale) + np.abs(log_weight))
+            + _WEIGHT_ERROR
+            + loss_error
+            + moved * np.abs(z)
+        )
+        loss_error += 2.0 * U * np.abs(log_u)  # of the products with t and the tilt
+        keep = (weight > 1e-26) | (untilted > 1e-26)
+        dropped = 1.01 * float(weight[~keep].sum() + untilted[~keep].sum())
+        weight, untilted, loss = weight[keep], untilted[keep], loss[keep]
+        weight_error, loss_error = weight_error[keep], loss_error[keep]
+        gain = tilt * loss
+        tilted = np.where(gain < 1.0, untilted * np.expm1(np.minimum(gain, 1.0)), weight - untilted)
+        swing = np.minimum(2.0, t * np.abs(loss))  # bounds |exp(i t loss) - 1|
+        whirl = np.abs(tilted) + weight * swing
+        at_zero = 1.01 * float((whirl * (weight_error + 16.0 * _LIB)).sum()) + dropped
+        at_zero += 1.01 * float((weight * tilt * loss_error).sum())
+        at_zero += 1.01 * 2.0 * math.exp(log_missed + max(log_phi, 0.0) - scale)
+        # The error of the products' sums, see transform.
+        chunks = -(-len(loss) // _CHUNK)
+        at_zero += 1.01 * 4.0 * (2 * _CHUNK + chunks + 8) * U * float((weight * swing).sum())
+        rest = math.exp(-scale) * (1.0 - self.outside())
+        at_zero += 2.0 * _LIB * rest if scale else 2.0 * self.outside()
+        return _Rule(
+            weight,
+            loss,
+            math.fsum(tilted),
+            rest if scale else 1.0,
+            scale,
+            at_zero,
+            1.01 * float((weight * loss_error).sum()),
+        )
+
+    def log_mgf(self, tilt: float) -> float:
+        rule = self._weights(tilt, 0.0)
+        value = (rule.rest - 1.0) + rule.excess + rule.error
+        return rule.scale + math.log1p(value) + 2.0 * _LIB * (abs(value) + rule.scale)
+
+    def transform(self, tilt: float, step: float, count: int) -> _Transform:
+        rule = self._weights(tilt, step * count)
+        # With a B + b = k:  e^(i k x) - 1 = v_a v_b + v_a + v_b,  v_a = e^(i a B x) - 1 and
+        # v_b = e^(i b x) - 1, so that 2 sqrt(count) columns and one matrix product do.
+        inner = math.ceil(math.sqrt(2.0 * count))
+        outer = -(-count // inner)
+        total = np.zeros((2 * outer, inner))
+        for i in range(0, len(rule.loss), _CHUNK):
+            w, x = rule.weight[i : i + _CHUNK], rule.loss[i : i + _CHUNK]
+            slow = np.multiply.outer(step * inner * np.arange(outer), x)
+            fast = np.multiply.outer(step * np.arange(inner), x)
+            cos, sin = -2.0 * np.sin(0.5 * slow) ** 2 * w, np.sin(slow) * w
+            left = np.block([[cos, -sin], [sin, cos]])
+            fast_cos, fast_sin = -2.0 * np.sin(0.5 * fast) ** 2, np.sin(fast)
+            total += left @ np.concatenate([fast_cos, fast_sin], axis=1).T
+            total[:outer] += cos.sum(axis=1)[:, None] + (fast_cos @ w)[None, :]
+            total[outer:] += sin.sum(axis=1)[:, None] + (fast_sin @ w)[None, :]
+        sums = total[:outer] + 1j * total[outer:]
+        excess: Complex = np.asarray(sums.reshape(-1)[:count] + rule.excess, dtype=np.complex128)
+        error = np.asarray(rule.error + rule.error_per_t * step * np.arange(count))
+        return _Transform(excess, error, rule.rest, rule.scale, len(rule.loss))
+
+    # -- decay -------------------------------------------------------------------------------------
+
+    def _prepare_decay(self, tilt: float) -> None:
+        if getattr(self, "_decay_tilt", None) == tilt:
+            return
+        self._decay_tilt = tilt
+        k, mu = self._k(tilt), self.mu
+        n = int(min(400, max(100, (self._hi - self._lo) * max(8.0, 4.0 * mu))))
+        edges = np.linspace(self._lo, self._hi, n + 1)
+        h = float(edges[1] - edges[0])
+        x = 0.5 * (edges[1:] + edges[:-1])
+        log_u, log_in = self._log_u(x)
+        ratio = np.exp(np.clip(log_in - self._log_none, -_FAR, _FAR / 2.5))  # r/p
+        most = min(0.98 * math.pi / mu, 4.0)
+        y = (most * np.array([0.03, 0.06, 0.12, 0.2, 0.3, 0.45, 0.65, 0.85, 1.0]))[:, None]
+        theta = mu * y
+        cos, sin = np.cos(theta), np.sin(theta)
+        mod2 = (1.0 + ratio * cos) ** 2 + (ratio * sin) ** 2  # |u/p|^2
+        v = np.minimum(1.0, 4.0 * ratio / (1.0 + ratio) ** 2 * math.exp(0.5 * mu * h))
+        curve = 0.25 * v / (1.0 - v * np.sin(0.5 * theta) ** 2)  # sup of |s (1 - s)| in the cell
+        plain = -0.5 * x * x + k * log_u - _LOG_SQRT_2PI
+        self._cells = (
+            plain,
+            # log |f| at t = 0, arg u, the two parts of d log|f|/dx, and the curvature's bound
+            0.5 * (y * y - x * x) + k * (self._log_none + 0.5 * np.log(mod2)) - _LOG_SQRT_2PI,
+            np.arctan2(ratio * sin, 1.0 + ratio * cos),
+            -x + mu * k * (ratio * cos + ratio * ratio) / mod2,
+            mu * ratio * sin / mod2,
+            mu * mu * curve,
+        )
+        below = h * np.exp(-(1.0 + max(0.0, -k) * mu * mu * 0.25 * v) * h * h / 24.0)
+        self._cell_h, self._cell_low = h, below
+        self._prepare_uprights(edges, k, y)
+
+    def _prepare_uprights(self, edges: Array, k: float, y: Array) -> None:
+        """Verticals from the real line to height y, at every fourth edge and at the right end.
+
+        arg u(x + i v) rises and then falls in v, so in each of four pieces it is at least the
+        smaller of its ends; |u| <= u(x) for k > 0, and >= u(x) cos(mu y/2) for k < 0.
+        """
+        self._splits = np.arange(0, len(edges) - 1, 4)
+        x = np.concatenate([edges[self._splits], edges[-1:]])
+        log_u, log_in = self._log_u(x)
+        ratio = np.exp(np.clip(log_in - self._log_none, -_FAR, _FAR / 2.5))
+        heights = y * np.arange(5)[:, None, None] / 4.0
+        theta = self.mu * heights
+        arg = np.arctan2(ratio * np.sin(theta), 1.0 + ratio * np.cos(theta))
+        log_f = -0.5 * x * x + k * log_u - _LOG_SQRT_2PI
+        if k < 0.0:
+            log_f = log_f + k * np.log(np.cos(0.5 * self.mu * y))
+        self._upright_log = log_f + 0.5 * heights[1:] ** 2 + np.log(0.25 * y)
+        self._upright_arg = np.minimum(arg[1:], arg[:-1])
+
+    def decay(self, tilt: float, t: float, scale: float, whole: float) -> float:
+        """See _Part. |phi(tilt + i t')| is bounded by moving the path of integration.
+
+        Right of x0 the path runs at height y (remove; -y for add), where |u^(i t)| falls as
+        exp(-t arg u), 0 <= arg u < pi, for every larger t as well; left of x0 it stays on the real
+        line. In a cell of width h around x, log |f| lies below its tangent at x plus a bound on
+        its curvature. Every choice of y and x0 is valid; the best of a few is taken.
+        """
+        self._prepare_decay(tilt)
+        k = self._k(tilt)
+        plain, log_f, arg, slope, slope_t, curve = self._cells
+        h = self._cell_h
+        bend = np.maximum(0.0, math.hypot(k, t) * curve - 1.0)
+        tangent = np.minimum(0.5 * h * np.abs(slope - t * slope_t), 300.0)
+        # log of sinh(g)/g, from above
+        log_sinhc = np.minimum(tangent, tangent * tangent / 6.0)
+        exponent = log_f - t * arg + log_sinhc + 0.125 * h * h * bend - scale
+        moved = h * np.exp(np.minimum(exponent, 300.0))
+        stays = self._cell_low * np.exp(np.minimum(plain - scale, 300.0))
+        # Sums from each cell to the right end.
+        moved_right = np.cumsum(moved[:, ::-1], axis=1)[:, ::-1]
+        stays_right = np.cumsum(stays[::-1])[::-1]
+        exponent = self._upright_log - t * self._upright_arg - scale
+        upright = np.exp(np.minimum(exponent, 300.0)).sum(axis=0)
+        by_split = whole + (moved_right - stays_right)[:, self._splits]
+        by_split = by_split + upright[:, :-1] + upright[:, -1:]
+        by_shift = moved_right[:, 0] + upright[:, 0] + upright[:, -1]
+        least = min(float(by_split.min()), float(by_shift.min()))
+        # 1e-11 covers the rounding of the sums above.
+        least = min(least * (1.0 + 1e-9) + 1e-11, whole)
+        return -math.log(least) if least > 0.0 else -math.log(whole)
+
+
+def _upper_quantile(probability: float) -> float:
+    """About the z with P(N(0,1) > z) = probability."""
+    if probability >= 0.5:
+        return 0.0
+    return -float(ndtri(max(probability, 1e-300)))
+
+
+class _TwoPoint:
+    """Randomised response: losses +eps0 and -eps0; it dominates every (eps0, 0)-DP mechanism."""
+
+    def __init__(self, term: ApproximateDPTerm) -> None:
+        self.epsilon, self.count = float(term.epsilon), term.count
+
+    def cut(self, outside: float) -> None:
+        del outside
+
+    def outside(self) -> float:
+        return 0.0
+
+    def largest(self) -> float:
+        return self.epsilon * (1.0 + 4.0 * U)
+
+    def rough(self, tilts: Array) -> Array:
+        e = self.epsilon
+        value: Array = (
+            tilts * e + np.log1p(np.exp(-(2.0 * tilts + 1.0) * e)) - math.log1p(math.exp(-e))
+        )
+        return value
+
+    def log_mgf(self, tilt: float) -> float:
+        value = float(self.rough(np.array([tilt]))[0])
+        return value + 8.0 * _LIB * (1.0 + tilt * self.epsilon)
+
+    def decay(self, tilt: float, t: float, scale: float, whole: float) -> float:
+        del tilt, t, scale
+        return -math.log(whole)
+
+    def transform(self, tilt: float, step: float, count: int) -> _Transform:
+        e = self.epsilon
+        t = step * np.arange(count)
+        up = 1.0 / (1.0 + math.exp(-e))
+        down = math.exp(-(1.0 + 2.0 * tilt) * e) * up
+        values = np.exp(1j * t * e) * up + np.exp(-1j * t * e) * down
+        error = 4.0 * _LIB * (2.0 + (tilt + t) * e)
+        return _Transform(values, np.asarray(error), 0.0, tilt * e, 2)
+
+
+class _Laplace:
+    """Lap(0, 1/rate) against the same moved by 1; both directions are alike.
+
+    The loss is rate with probability 1/2, -rate with probability exp(-rate)/2, and in between
+    rate (1 - 2z) with density (rate/2) exp(-rate z), z in (0, 1).
+    """
+
+    def __init__(self, term: LaplaceTerm) -> None:
+        self.rate, self.count = term.inverse_scale, term.count
+
+    def cut(self, outside: float) -> None:
+        del outside
+
+    def outside(self) -> float:
+        return 0.0
+
+    def largest(self) -> float:
+        return self.rate
+
+    def rough(self, tilts: Array) -> Array:
+        x = self.rate * (1.0 + 2.0 * tilts)
+        inside = 0.5 + 0.5 * np.exp(-x) - 0.5 * self.rate * np.expm1(-x) / x
+        value: Array = tilts * self.rate + np.log(inside)
+        return value
+
+    def log_mgf(self, tilt: float) -> float:
+        value = float(self.rough(np.array([tilt]))[0])
+        return value + 16.0 * _LIB * (1.0 + tilt * self.rate)
+
+    def decay(self, tilt: float, t: float, scale: float, whole: float) -> float:
+        del tilt, t, scale
+        return -math.log(whole)
+
+    def transform(self, tilt: float, step: float, count: int) -> _Transform:
+        t = step * np.arange(count)
+        x = self.rate * (1.0 + 2.0 * tilt) + 2j * self.rate * t
+        inside = 0.5 + 0.5 * np.exp(-x) - 0.5 * self.rate * np.expm1(-x) / x
+        error = 16.0 * _LIB * (2.0 + (1.0 + tilt + t) * self.rate)
+        values = np.exp(1j * t * self.rate) * inside
+        return _Transform(values, np.asarray(error), 0.0, tilt * self.rate, 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# One direction of a composition
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Parameters of a contour. Any values are valid; these decide how tight and how fast it is."""
+
+    tilt: float
+    second_tilt: float
+    period: float
+    smoothing: float
+    reach: float
+    lost: float
+
+
+class Composition:
+    """One direction of a composition of terms, without the terms' own deltas."""
+
+    def __init__(self, terms: Sequence[Term], direction: Direction) -> None:
+        self.parts: list[_Part] = []
+        variances = []
+        for term in terms:
+            if isinstance(term, GaussianTerm):
+                if term.sampling_probability == 1.0:
+                    variances.append(term.count * term.mu * term.mu)
+                else:
+                    self.parts.append(_Sampled(term, direction))
+            elif isinstance(term, LaplaceTerm):
+                self.parts.append(_Laplace(term))
+            else:
+                self.parts.append(_TwoPoint(term))
+        # The unsampled Gaussians are one, of variance sum mu_i^2; it is rounded outward.
+        self.variance = math.fsum(variances)
+        self.variance_error = self.variance * 8.0 * U
+        self.largest = math.inf
+        if not variances:
+            self.largest = math.fsum(p.count * p.largest() for p in self.parts) * (1.0 + 4.0 * U)
+        self._share = 0.0
+
+    def cut(self, outside: float) -> None:
+        """Sets all windows so that at most about ``outside`` is cut off in all."""
+        if not 0.5 < self._share / max(outside, 1e-300) < 2.0:
+            self._share = outside
+            for part in self.parts:
+                part.cut(outside / (part.count * len(self.parts)))
+            self._rough = [part.rough(_TILTS) for part in self.parts]
+            self._log_mgf = 0.5 * self.variance * (_TILTS * _TILTS + _TILTS)
+            for part, rough in zip(self.parts, self._rough, strict=True):
+                self._log_mgf = self._log_mgf + part.count * rough
+            self.outside = math.fsum(p.count * p.outside() for p in self.parts) * (1.0 + 8.0 * U)
+
+    def chernoff_epsilon(self, log_delta: float) -> tuple[float, float]:
+        """(about the Chernoff bound on epsilon, the tilt that gives it)."""
+        with np.errstate(all="ignore"):
+            bound = (self._log_mgf + _kappa(_TILTS) - log_delta) / _TILTS
+        i = int(np.nanargmin(np.where(np.isfinite(bound), bound, np.inf)))
+        return float(bound[i]), float(_TILTS[i])
+
+    def chernoff_upper(self, delta: float) -> float:
+        """A proven upper bound on epsilon at delta, in closed form but for one log Psi."""
+        self.cut(delta * 1e-3)
+        _, tilt = self.chernoff_epsilon(math.log(delta))
+        left = (delta - self.outside) * (1.0 - 4.0 * U)
+        if not left > 0.0:
+            return math.inf
+        kappa = float(_kappa(np.array([tilt]))[0])
+        try:
+            log_mgf = self.log_mgf(tilt)
+        except OutOfReach:
+            return math.inf
+        value = log_mgf + kappa - math.log(left)
+        value += 16.0 * _LIB * (1.0 + abs(log_mgf) + 4.0 * abs(kappa) + abs(math.log(left)))
+        return max(0.0, value / tilt * (1.0 + 4.0 * U))
+
+    def log_mgf(self, tilt: float) -> float:
+        """log Psi(tilt) over the windows, rounded up."""
+        parts = [p.count * p.log_mgf(tilt) for p in self.parts]
+        parts.append(0.5 * self.variance * (tilt * tilt + tilt) * (1.0 + 16.0 * U))
+        return math.fsum(parts) + 4.0 * U * math.fsum(map(abs, parts))
+
+    def chernoff_log_delta(self, epsilon: float) -> tuple[float, float]:
+        """(about the Chernoff bound on log delta, the tilt that gives it)."""
+        with np.errstate(all="ignore"):
+            bound = self._log_mgf + _kappa(_TILTS) - _TILTS * epsilon
+        i = int(np.nanargmin(np.where(np.isfinite(bound), bound, np.inf)))
+        return float(bound[i]), float(_TILTS[i])
+
+    def plan(
+        self,
+        epsilon: float,
+        log_delta: float,
+        slope: float,
+        accuracy: float,
+        most_lost: float,
+        spare: float = 0.0,
+    ) -> _Plan:
+        """Parameters for a bound near (epsilon, delta) with relative accuracy in delta.
+
+        Args:
+            slope: about -d log delta / d epsilon there.
+            accuracy: the wanted relative width of delta's bracket.
+            most_lost: how many nats of Psi(c) exp(-c epsilon) may cancel.
+            spare: nats to spare in what is cut off, for the sake of other epsilons.
+        """
+        nats = max(4.0, -math.log(0.02 * accuracy)) + spare
+        tight = nats + 6.0
+        tilts, second = _TILTS[:, None], _TILTS[None, :]
+        with np.errstate(all="ignore"):
+            lost = np.maximum(self._log_mgf - _TILTS * epsilon - log_delta, 0.0)
+            left = (nats - log_delta) / tilts
+            right = _kappa(second) + self._log_mgf[None, :] - second * epsilon - log_delta + nats
+            right = right / (second - tilts)
+            if epsilon < self.largest < math.inf:
+                right = np.minimum(right, (self.largest - epsilon) * (1.0 + 1e-9))
+            period = np.where(second > tilts, np.maximum(left, right), np.inf)
+            cost = period * (np.sqrt(nats + lost) * (1.0 + 0.02 * lost))[:, None]
+            cost[~(lost < max(most_lost, float(np.nanmin(lost)) + 0.5))] = np.inf
+            cost = np.where(np.isfinite(cost), cost, np.inf)
+        i, j = divmod(int(np.argmin(cost)), len(_TILTS))
+        if not math.isfinite(cost[i, j]):
+            raise OutOfReach("no contour was found")
+        tilt = float(_TILTS[i])
+        scales = tuple(float(rough[i]) for rough in self._rough)
+        smoothing = math.sqrt(0.8 * accuracy / ((slope + 1.0) * max(slope, 1e-12)))
+        stretch = 1.0
+        reach, plain = self._reach(
+            tilt, scales, nats + float(lost[i]) + 1.0, tight - nats, smoothing
+        )
+        if plain:
+            smoothing, stretch = 0.0, 1.0 + (tight - nats) / (nats - log_delta)
+        return _Plan(
+            tilt, float(_TILTS[j]), float(period[i, j]) * stretch, smoothing, reach, float(lost[i])
+        )
+
+    def _reach(
+        self, tilt: float, scales: tuple[float, ...], nats: float, more: float, smoothing: float
+    ) -> tuple[float, bool]:
+        """(the last t, whether the transform decays by itself): where Psi has lost ``nats``."""
+        smooth = math.sqrt(2.0 * nats / (self.variance + smoothing * smoothing))
+        if not self.parts or len(self.parts) > 16:
+            return smooth, self.variance > smoothing * smoothing
+
+        def decayed(t: float) -> float:
+            total = 0.5 * self.variance * t * t
+            for part, scale in zip(self.parts, scales, strict=True):
+                total += part.count * part.decay(tilt, t, scale, 1.0)
+            return total
+
+        plain = decayed(smooth) >= nats + more
+        need = nats + more if plain else nats
+        narrow = 0.0 if plain else 0.5 * smoothing * smoothing
+        low, high = smooth / 4096.0, smooth
+        for _ in range(9):
+            t = math.sqrt(low * high)
+            if decayed(t) + narrow * t * t >= need:
+                high = t
+            else:
+                low = t
+            if high < 1.12 * low:
+                break
+        return high, plain
+
+
+class Contour:
+    """The sums of one plan: bounds on delta at any epsilon, best near the plan's own."""
+
+    def __init__(self, whole: Composition, plan: _Plan) -> None:
+        c = self._c = plan.tilt
+        variance, tau2 = whole.variance, plan.smoothing**2
+        step = _dyadic(2.0 * math.pi / plan.period)
+        count = max(24, math.ceil(plan.reach / step) + 1)
+        if count > MAX_T_NODES:
+            raise OutOfReach("the sum needs too many nodes")
+        self.period = 2.0 * math.pi / step * (1.0 - 8.0 * U)
+        self.t = t = step * np.arange(count)
+        self.s = s = c + 1j * t
+        log_psi = np.zeros(count, dtype=np.complex128)
+        above, below, rounded = np.zeros(count), np.zeros(count), np.zeros(count)
+        base, size, work, log_decay = [], 0.0, 0, 0.0
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            for part in whole.parts:
+                found = part.transform(c, step, count)
+                work += count * found.nodes
+                if work > MAX_WORK:
+                    raise OutOfReach("the transform needs too much work")
+                base.append(part.count * found.scale)
+                size += abs(part.count * found.scale)
+                modulus = np.abs(found.values())
+                log_value, log_error = found.log()
+                log_psi += part.count * log_value
+                relative = np.log1p(found.error / modulus)
+                above += part.count * (log_value.real + relative)
+                below += part.count * relative
+                rounded += part.count * (log_error + U * np.abs(log_value))
+                whole_value = float(found.values()[0].real + found.error[0]) * (1.0 + 4.0 * U)
+                if len(whole.parts) <= 16:
+                    at_end = part.decay(c, float(t[-1]), found.scale, whole_value)
+                else:
+                    at_end = -math.log(whole_value)
+                log_decay += part.count * at_end
+        gauss = 0.5 * variance * (s * s + s)
+        gauss_error = (8.0 * U + 4.0 * _LIB) * np.abs(0.5 * variance * (s * s + s))
+        base.append(float(gauss[0].real))
+        size += float(gauss[0].real)
+        gauss = gauss - gauss[0].real
+        start = float(log_psi[0].real)
+        base.append(start)
+        size += abs(start)
+        log_psi, above = log_psi - start, above - start
+        with np.errstate(all="ignore"):
+            psi = np.exp(log_psi + gauss)
+            # |product of rounded factors - product| <= product(|.| + e) - product |.|
+            most = np.exp(np.minimum(above + gauss.real, _FAR / 2.0) + 1e-9)
+            error = most * -np.expm1(-below) + np.abs(psi) * (
+                np.expm1(np.minimum(rounded, 50.0)) + gauss_error + 8.0 * _LIB + 8.0 * U * len(base)
+            )
+            lost = ~(np.isfinite(psi) & np.isfinite(error) & (np.abs(psi) <= 2.0 * most))
+        psi[lost] = 0.0
+        error[lost] = most[lost]
+        if not np.isfinite(error).all():
+            raise OutOfReach("rounding hides the transform")
+        self._base, self._size = math.fsum(base), size
+        weight = np.full(count, step / math.pi)
+        weight[0] *= 0.5
+        plain = 1.0 / (s * (s + 1.0))
+        up = np.exp(0.5 * tau2 * (s * s + s)) * plain
+        # exp(tau^2 s^2/2)/s - exp(tau^2 (s+1)^2/2)/(s+1), without its cancellation
+        bent = s * np.expm1(tau2 * (s + 0.5))
+        low = np.exp(0.5 * tau2 * s * s) * plain
+        low, low_size = low * (1.0 - bent), np.abs(low) * (1.0 + np.abs(bent))
+        kernel_error = 4.0 * _LIB * (1.0 + tau2 * np.abs(s + 1.0) ** 2)
+        self._up, self._low = psi * up * weight, psi * low * weight
+        # What each sum may be off by: a constant, and a part proportional to |epsilon|.
+        self._errors = []
+        for terms, kernel in ((self._up, np.abs(up)), (self._low, low_size)):
+            modulus = np.abs(terms)
+            fixed = float((error * kernel * weight).sum())
+            fixed += float((np.abs(psi) * kernel_error * kernel * weight).sum())
+            fixed += float(modulus.sum()) * U * (count + 64)
+            self._errors.append([fixed * (1.0 + 1e-6), float((modulus * t).sum()) * 4.0 * U])
+        # Beyond the last node.
+        a, w2 = float(t[-1]), variance * (1.0 - 8.0 * U) + tau2
+        tail = -0.5 * w2 * a * a - log_decay - start
+        inverse = 1.0 / (w2 * a * a) if w2 > 0.0 else math.inf
+        first = math.exp(0.5 * tau2 * (c * c + c) + tail) / math.pi * min(1.0, inverse) / a
+        if tau2 == 0.0:
+            second = first
+        else:
+            both = math.exp(0.5 * tau2 * c * c) + math.exp(0.5 * tau2 * (c + 1.0) ** 2)
+            second = both * math.exp(tail) / math.pi * inverse
+        self._truncation = first * (1.0 + 1e-6), second * (1.0 + 1e-6)
+        self._second = plan.second_tilt
+        self._log_mgf_second: float | None = None
+        self._whole = whole
+        self.outside = whole.outside
+        self._smoothing = plan.smoothing
+
+    def _log_mgf(self) -> float:
+        """log Psi at the second tilt, rounded up."""
+        if self._log_mgf_second is None:
+            try:
+                self._log_mgf_second = self._whole.log_mgf(self._second)
+            except OutOfReach:
+                self._log_mgf_second = math.inf
+        return self._log_mgf_second
+
+    def _front(self, epsilon: Array) -> tuple[Array, Array]:
+        """exp(base - c epsilon) and its relative error."""
+        front = np.exp(np.minimum(self._base - self._c * epsilon, _FAR))
+        return front, 4.0 * _LIB * (1.0 + self._size + np.abs(self._c * epsilon))
+
+    def _sum(self, terms: Complex, epsilon: Array) -> Array:
+        value: Array = (np.exp(np.multiply.outer(-1j * epsilon, self.t)) @ terms).real
+        return value
+
+    def upper(self, epsilon: Array) -> Array:
+        """Upper bounds on delta at each epsilon."""
+        front, error = self._front(epsilon)
+        fixed, per_epsilon = self._errors[0]
+        value = np.maximum(self._sum(self._up, epsilon), 0.0) + self._truncation[0]
+        value = value + fixed + per_epsilon * np.abs(epsilon)
+        bound: Array = front * value * (1.0 + error + 1e-13) + self.outside
+        return bound
+
+    def lower(self, epsilon: Array) -> Array:
+        """Lower bounds on delta at each epsilon; may be negative."""
+        front, error = self._front(epsilon)
+        fixed, per_epsilon = self._errors[1]
+        value = self._sum(self._low, epsilon) - self._truncation[1]
+        value = value - fixed - per_epsilon * np.abs(epsilon)
+        value = front * value * (1.0 - np.sign(value) * (error + 1e-13))
+        bound: Array = value - self._alias(epsilon)
+        return bound
+
+    def _alias(self, epsilon: Array) -> Array:
+        """Upper bounds on the other terms of the lower sum."""
+        c, period = self._c, self.period
+        left = math.exp(-c * period) / -math.expm1(-c * period) * (1.0 + 1e-9)
+        right = np.zeros_like(epsilon)
+        reached = epsilon + period < self._whole.largest
+        if reached.any():
+            c2 = self._second
+            kappa = float(_kappa(np.array([c2]))[0])
+            log_mgf = self._log_mgf()
+            exponent = log_mgf + kappa - c2 * epsilon - (c2 - c) * period
+            size = abs(log_mgf) + c2 * (np.abs(epsilon) + period + 4.0)
+            exponent = exponent + 16.0 * _LIB * (1.0 + size)
+            right = np.exp(np.minimum(exponent, _FAR)) / -math.expm1(-(c2 - c) * period)
+            right = np.where(reached, right * (1.0 + 1e-9), 0.0)
+        return left + right
+
+    def error_terms(self, epsilon: float) -> dict[str, float]:
+        """What the bounds at epsilon allow for, as probabilities, and the parameters used."""
+        at = np.array([epsilon])
+        front = float(self._front(at)[0][0])
+        fixed, per_epsilon = self._errors[0]
+        return {
+            "outside_window": self.outside,
+            "rounding_and_quadrature": front * (fixed + per_epsilon * abs(epsilon)),
+            "truncation": front * max(self._truncation),
+            "aliasing": float(self._alias(at)[0]),
+            "smoothing": self._smoothing,
+            "tilt": self._c,
+            "nodes": float(len(self.t)),
+        }
+
+    def slope(self, epsilon: float) -> float:
+        """About -d log delta / d epsilon."""
+        at = np.array([epsilon])
+        value = float(self._sum(self._up, at)[0])
+        change = float(self._sum(self.s * self._up, at)[0])
+        return change / value if value > 0.0 and change > 0.0 else self._c
+
+
+# --------------------------------------------------------------------------------------------------
+# Questions
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """Bounds in one direction, and what they were made of."""
+
+    lower: float
+    upper: float
+    error_terms: dict[str, float]
+    reason: str = ""
+
+
+def epsilon(
+    whole: Composition, delta: float, tolerance: Callable[[float], float], deadline: float
+) -> Found:
+    """Bounds on epsilon at delta, in one direction of a composition.
+
+    Args:
+        tolerance: the wanted width, given epsilon.
+        deadline: time.monotonic() after which the best bracket so far is returned.
+
+    Raises:
+        OutOfReach: no bound was found.
+    """
+    log_delta = math.log(delta)
+    low, high = 0.0, math.inf
+    terms: dict[str, float] = {}
+    reason = ""
+    whole.cut(delta * 1e-4)
+    bound, slope = whole.chernoff_epsilon(log_delta)
+    at = max(bound - 1.5 / slope, 0.0)
+    most_lost, loosen, tighten, outside = 20.0, 1.0, 1.0, 0.03
+    for _ in range(6):
+        width = max(tolerance(at), 1e-6 * min(1.0, 1.0 / slope)) * loosen
+        accuracy = min(width * slope * tighten, 0.3)
+        whole.cut(delta * min(2e-3, max(1e-9, outside * accuracy)))
+        try:
+            plan = whole.plan(at, log_delta, slope, accuracy, most_lost)
+            contour = Contour(whole, plan)
+        except OutOfReach as stop:
+            reason = str(stop)
+            if loosen > 1e5 or time.monotonic() > deadline:
+                break
+            loosen *= 10.0
+            continue
+        new_low, new_high = _solve(contour, delta, at, slope)
+        low, high = max(low, new_low), min(high, new_high)
+        terms = contour.error_terms(high if high < math.inf else at)
+        if high == 0.0:
+            return Found(0.0, 0.0, terms)
+        if high - low <= tolerance(low) or time.monotonic() > deadline:
+            break
+        if high == math.inf:
+            loosen *= 10.0
+            continue
+        new_at = 0.5 * (low + high) if low > 0.5 * high else high
+        new_slope = contour.slope(new_at)
+        excess = terms["rounding_and_quadrature"] / (0.2 * accuracy * delta)
+        moved = abs(at - new_at) * slope > 0.05 or abs(math.log(new_slope / slope)) > 0.02
+        if excess > 1.0:
+            most_lost, outside = plan.lost - math.log(excess) - 1.0, 0.15
+        elif loosen > 1.0 or tighten < 0.01:
+            break
+        elif not moved:
+            tighten *= max(0.1, min(0.5, 0.6 * tolerance(low) / (high - low)))
+        at, slope = new_at, new_slope
+    if high == math.inf:
+        raise OutOfReach(reason or "no upper bound was found")
+    return Found(low, high, terms, reason)
+
+
+def _solve(contour: Contour, delta: float, start: float, slope: float) -> tuple[float, float]:
+    """(lower, upper) bounds on epsilon at delta from one contour; (0, inf) where it gives none."""
+
+    def at(bound: Callable[[Array], Array], x: float) -> float:
+        return float(bound(np.array([x]))[0])
+
+    if at(contour.upper, 0.0) <= delta:
+        return 0.0, 0.0
+    high = _root(lambda x: at(contour.upper, x), delta, start, slope)
+    # The bound need not be monotone, so what is returned was itself evaluated.
+    step = 1e-9 * max(high, 1e-9)
+    while high < 1e300 and not at(contour.upper, high) <= delta:
+        high, step = high + step, 4.0 * step
+    if not at(contour.upper, high) <= delta:
+        high = math.inf
+    low = _root(lambda x: at(contour.lower, x), delta, high if high < math.inf else start, slope)
+    step = 1e-9 * max(low, 1e-9)
+    while low > 0.0 and not at(contour.lower, low) >= delta:
+        low, step = low - step, 4.0 * step
+    return max(low, 0.0), high
+
+
+def _root(bound: Callable[[float], float], delta: float, start: float, slope: float) -> float:
+    """About the x >= 0 where bound(x) = delta, by safeguarded secants on log bound."""
+    x, low, high = start, 0.0, math.inf
+    last: tuple[float, float] | None = None
+    for _ in range(40):
+        value = bound(x)
+        if value <= 0.0:
+            high, gap = min(high, x), None
+        else:
+            gap = math.log(value / delta) if value / delta < 1e300 else 690.0
+            if gap > 0.0:
+                low = max(low, x)
+            else:
+                high = min(high, x)
+        if gap is None:
+            new = 0.5 * (low + high)
+        else:
+            rate = slope
+            if last is not None and last[0] != x and (last[1] - gap) / (x - last[0]) > 0.0:
+                rate = (last[1] - gap) / (x - last[0])
+            new, last = x + gap / rate, (x, gap)
+            if not low < new < high:
+                new = 0.5 * (low + high) if high < math.inf else 2.0 * max(x, 1.0 / slope)
+        if abs(new - x) <= 1e-8 * max(new, 1e-9):
+            return new
+        x = new
+    return x
+
+
+def epsilon_of(
+    terms: Sequence[Term], delta: float, tolerance: Callable[[float], float], deadline: float
+) -> tuple[Found, Worse]:
+    """Bounds on epsilon at delta of a composition of terms in the worse direction, and which it is.
+
+    The terms' own deltas are left out; see the module's text for the rest.
+
+    Raises:
+        OutOfReach: no bound was found.
+    """
+    remove = epsilon(Composition(terms, "remove"), delta, tolerance, deadline)
+    if not _directed(terms):
+        return remove, "both"
+    whole = Composition(terms, "add")
+    # Often a loss that can't exceed the other direction's lower end, or a Chernoff bound, shows
+    # at once that this direction is not the worse one.
+    cap = whole.largest
+    if cap > remove.lower:
+        cap = min(cap, whole.chernoff_upper(delta))
+    if cap <= remove.lower:
+        return remove, "remove"
+    try:
+        add = epsilon(whole, delta, tolerance, deadline)
+    except OutOfReach as stop:
+        add = Found(0.0, math.inf, {}, str(stop))
+    if add.upper > cap:
+        add = replace(add, upper=cap, lower=min(add.lower, cap))
+    name: Worse = "add" if add.upper > remove.upper else "remove"
+    worse = add if name == "add" else remove
+    return replace(worse, lower=max(add.lower, remove.lower)), name
+
+
+def _directed(terms: Sequence[Term]) -> bool:
+    return any(isinstance(t, GaussianTerm) and t.sampling_probability < 1.0 for t in terms)
+
+
+def delta_of(
+    terms: Sequence[Term], epsilons: Array, deadline: float
+) -> tuple[Array, Array, list[Worse], dict[str, float]]:
+    """(lower, upper, worse direction, error terms) of delta at each of the sorted epsilons.
+
+    The terms' own deltas are left out. An epsilon that no contour reached has the bounds 0 and 1.
+    """
+    low, high, errors = _deltas(Composition(terms, "remove"), epsilons, deadline)
+    names: list[Worse] = ["remove"] * len(epsilons)
+    if not _directed(terms):
+        return low, high, ["both"] * len(epsilons), errors
+    other = _deltas(Composition(terms, "add"), epsilons, deadline)
+    names = ["add" if b > a else "remove" for a, b in zip(high, other[1], strict=True)]
+    return np.maximum(low, other[0]), np.maximum(high, other[1]), names, errors
+
+
+def _deltas(
+    whole: Composition, epsilons: Array, deadline: float
+) -> tuple[Array, Array, dict[str, float]]:
+    """(lower, upper, error terms) of delta at sorted epsilons, in one direction.
+
+    One contour serves all epsilons at which it keeps enough digits; as many are made as it takes.
+    """
+    low, high = np.zeros(len(epsilons)), np.ones(len(epsilons))
+    errors: dict[str, float] = {}
+    # No output loses more than the largest loss.
+    beyond = epsilons >= whole.largest
+    high[beyond] = 0.0
+    given_up = beyond.copy()
+    whole.cut(1e-9)
+    while True:
+        wanted = ~given_up & (high - low > ACCURACY * high) & (high > LEAST_DELTA)
+        places = np.flatnonzero(wanted)
+        if not len(places) or time.monotonic() > deadline:
+            break
+        i = int(places[len(places) // 2])
+        found = _one_delta(whole, float(epsilons[i]), low, high, epsilons, wanted)
+        errors = found or errors
+        if high[i] - low[i] > ACCURACY * high[i]:
+            # What is out of reach here is so nearby.
+            near = places[np.abs(places - i) <= len(epsilons) // 20]
+            given_up[near] = True
+        # delta falls with epsilon.
+        high = np.minimum.accumulate(high)
+        low = np.maximum.accumulate(low[::-1])[::-1]
+        given_up[i] = True
+    return low, high, errors
+
+
+def _one_delta(
+    whole: Composition,
+    at: float,
+    low: Array,
+    high: Array,
+    epsilons: Array,
+    wanted: NDArray[np.bool_],
+) -> dict[str, float]:
+    """Improves the bounds by contours made for epsilon = ``at``; returns the error terms there."""
+    log_delta, slope = whole.chernoff_log_delta(at)
+    log_delta = min(log_delta - 1.0, -1e-3)
+    most_lost, outside = 20.0, 0.03
+    terms: dict[str, float] = {}
+    spare = 8.0 if len(epsilons) > 1 else 0.0
+    for _ in range(4):
+        whole.cut(max(math.exp(max(log_delta - spare, -_FAR)) * outside * ACCURACY, 1e-305))
+        try:
+            plan = whole.plan(at, log_delta, slope, 0.7 * ACCURACY, most_lost, spare)
+            contour = Contour(whole, plan)
+        except OutOfReach:
+            break
+        points = epsilons[wanted]
+        high[wanted] = np.minimum(high[wanted], contour.upper(points))
+        low[wanted] = np.maximum(low[wanted], contour.lower(points))
+        here = np.array([at])
+        upper, lower = float(contour.upper(here)[0]), float(contour.lower(here)[0])
+        terms = contour.error_terms(at)
+        if upper - lower <= ACCURACY * upper or upper < LEAST_DELTA:
+            break
+        excess = terms["rounding_and_quadrature"] / (0.2 * ACCURACY * upper)
+        if excess > 1.0:
+            most_lost, outside, spare = plan.lost - math.log(excess) - 1.0, 0.15, 0.0
+        log_delta, slope = min(math.log(upper), -1e-9), contour.slope(at)
+    return terms
