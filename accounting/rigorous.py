@@ -807,8 +807,7 @@ def confirm(
         InvalidRequest: epsilon or delta is out of range.
     """
     _check_epsilon(epsilon)
-    if not 0.0 < delta < 1.0:
-        raise InvalidRequest("delta", "must lie strictly between 0 and 1")
+    _check_delta(delta)
     deadline = time.monotonic() + seconds
     reasons = []
     for terms in _alternatives(m):
@@ -837,6 +836,7 @@ def epsilon_enclosure(
         InvalidRequest: delta is out of range.
         UndecidableBound: no finite upper end was proven in about ``seconds``.
     """
+    _check_delta(delta)
     deadline = time.monotonic() + seconds
 
     def left() -> float:
@@ -883,11 +883,11 @@ def epsilon_enclosure(
                     elif answer is False:
                         lower = end
             guess = middle if upper == math.inf else 0.5 * (lower + upper)
-        if lower == 0.0 and guess < 0.1 * size and confirmed(0.0):
-            return 0.0, 0.0
         x = guess
     if upper == math.inf:
         raise UndecidableBound("no finite epsilon was proven within the limits")
+    if lower == 0.0 and confirmed(0.0):
+        upper = 0.0
     return lower, upper
 
 
@@ -915,6 +915,11 @@ def _secant(seen: list[tuple[float, float]]) -> float | None:
 def _check_epsilon(epsilon: float) -> None:
     if not 0.0 <= epsilon < math.inf:
         raise InvalidRequest("epsilon", "must be finite and not negative")
+
+
+def _check_delta(delta: float) -> None:
+    if not 0.0 < delta < 1.0:
+        raise InvalidRequest("delta", "must lie strictly between 0 and 1")
 
 
 def _alternatives(m: Mechanism | Sequence[Term]) -> tuple[Terms, ...]:
@@ -981,8 +986,6 @@ def _confirm_terms(terms: Terms, epsilon: float, delta: float, deadline: float) 
         if rest < 0:
             return Confirmation(False, "delta is below the probability that a part gives up")
         least, most = _down(rest), _up(rest)
-    if not least > 0.0:
-        return Confirmation(None, "delta is too near the probability that a part gives up")
 
     def wanted(low: float, up: float) -> float | None:
         if up <= least or low > most:
@@ -992,7 +995,8 @@ def _confirm_terms(terms: Terms, epsilon: float, delta: float, deadline: float) 
 
     reasons = []
     for direction in _directions(terms):
-        found = _refine(direction, epsilon, wanted, math.log(least), deadline)
+        guess = math.log(least) if least > 0.0 else None
+        found = _refine(direction, epsilon, wanted, guess, deadline)
         if found.lower > most:
             return Confirmation(False)
         if found.upper > least:
