@@ -19,9 +19,9 @@ import binascii
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -71,6 +71,17 @@ _SAME_RELATIVE: Final = 1e-9
 
 
 @dataclass(frozen=True)
+class RigorousCheck:
+    """What ball arithmetic, on the mechanism alone, says of the stated upper end.
+
+    ``confirmed`` and ``refuted`` are proofs; ``reason`` says why it is ``undecided``.
+    """
+
+    result: Literal["confirmed", "refuted", "undecided"]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class CertificateCheck:
     """What a reader found.
 
@@ -83,6 +94,7 @@ class CertificateCheck:
         bracket_same: the recomputed bracket is the stated one. None as for ``bound_ok``.
         recomputed: the bracket from the mechanism alone.
         problems: one sentence each, for people.
+        rigorous: None if it was not asked for, or there is no mechanism or bracket to check.
     """
 
     signature_ok: bool
@@ -91,6 +103,7 @@ class CertificateCheck:
     bracket_same: bool | None
     recomputed: Bracket | None
     problems: tuple[str, ...]
+    rigorous: RigorousCheck | None = None
 
     @property
     def ok(self) -> bool:
@@ -98,8 +111,8 @@ class CertificateCheck:
         return not self.problems
 
     def to_json(self) -> dict[str, object]:
-        """The answer of the service's certificate check."""
-        return {
+        """The answer of the service's certificate check, with ``rigorous`` where that was asked."""
+        out: dict[str, object] = {
             "ok": self.ok,
             "signature_ok": self.signature_ok,
             "mechanism_ok": self.mechanism_ok,
@@ -108,6 +121,7 @@ class CertificateCheck:
             "recomputed": None if self.recomputed is None else self.recomputed.to_json(),
             "problems": list(self.problems),
         }
+        return out if self.rigorous is None else out | {"rigorous": asdict(self.rigorous)}
 
 
 def key_id(public_key: Ed25519PublicKey) -> str:
@@ -182,6 +196,7 @@ def verify(
     public_keys: Mapping[str, Ed25519PublicKey],
     *,
     recompute: bool,
+    rigorous: bool = False,
     limits: Limits = DEFAULT,
 ) -> CertificateCheck:
     """Checks a certificate that anybody may have written; it never raises because of its content.
@@ -189,7 +204,9 @@ def verify(
     Args:
         public_keys: the service's keys by :func:`key_id`, retired ones included.
         recompute: also compute the bracket again, from the certificate's mechanism alone.
-        limits: what the recomputation may use.
+        rigorous: also prove the stated upper end again in ball arithmetic, which shares no code
+            with what computed it. What is undecided then is a problem too.
+        limits: what the recomputation may use, and then the proof.
     """
     problems: list[str] = []
     signature_problem = _check_signature(certificate, public_keys)
@@ -237,6 +254,14 @@ def verify(
                 problems.append(f"The stated upper end {upper:g} is not confirmed: {found}.")
             else:
                 bound_ok = True
+    proof: RigorousCheck | None = None
+    if rigorous and stated is not None and mechanism is not None:
+        _, upper, delta = stated
+        proof = _prove(mechanism, upper, delta, limits)
+        if proof.result == "refuted":
+            problems.append(f"The stated upper end {upper:g} is proven to be too small.")
+        elif proof.result == "undecided":
+            problems.append(f"The stated upper end {upper:g} is not proven: {proof.reason}.")
     return CertificateCheck(
         signature_ok=signature_problem is None,
         mechanism_ok=mechanism is not None,
@@ -244,7 +269,22 @@ def verify(
         bracket_same=same,
         recomputed=recomputed,
         problems=tuple(problems),
+        rigorous=proof,
     )
+
+
+def _prove(mechanism: Mechanism, upper: float, delta: float, limits: Limits) -> RigorousCheck:
+    if upper == math.inf:
+        return RigorousCheck("confirmed")
+    from accounting import rigorous  # Arb is loaded by those who ask for it
+
+    try:
+        found = rigorous.confirm(mechanism, upper, delta, seconds=limits.seconds)
+    except InvalidRequest as error:
+        return RigorousCheck("undecided", error.detail)
+    if found.confirmed is None:
+        return RigorousCheck("undecided", found.reason)
+    return RigorousCheck("confirmed" if found.confirmed else "refuted", found.reason)
 
 
 def _check_signature(

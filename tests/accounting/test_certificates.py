@@ -12,6 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from accounting import bounds, certificates
+from accounting.bounds import Limits
 from accounting.errors import UndecidableBound
 from accounting.mechanisms import (
     ApproximateDP,
@@ -186,6 +187,49 @@ def test_an_infinite_bracket_is_written_as_text() -> None:
     assert check.ok
     assert check.recomputed is not None
     assert check.recomputed.upper == math.inf
+
+
+SAMPLED = SubsampledGaussian(0.01, 1.0, 500)
+
+
+@pytest.mark.parametrize("mechanism", [MECHANISM, SAMPLED], ids=["closed form", "contour"])
+def test_a_rigorous_check_proves_the_upper_end(mechanism: Mechanism) -> None:
+    made = certificate(mechanism)
+    check = certificates.verify(made, KEYS, recompute=False, rigorous=True)
+    assert check.ok
+    assert check.rigorous == certificates.RigorousCheck("confirmed")
+    assert check.to_json()["rigorous"] == {"result": "confirmed", "reason": ""}
+    assert "rigorous" not in certificates.verify(made, KEYS, recompute=False).to_json()
+
+
+def test_a_rigorous_check_refutes_an_upper_end_that_is_too_small() -> None:
+    true = bounds.epsilon(SAMPLED, DELTA)
+    made = certificate(SAMPLED, lower=0.0, upper=0.9 * true.lower)
+    check = certificates.verify(made, KEYS, recompute=False, rigorous=True)
+    assert check.rigorous is not None
+    assert check.rigorous.result == "refuted"
+    assert check.problems == (
+        f"The stated upper end {0.9 * true.lower:g} is proven to be too small.",
+    )
+
+
+def test_a_rigorous_check_that_has_no_time_says_so() -> None:
+    made = certificate(SAMPLED)
+    limits = Limits(seconds=1e-6)
+    check = certificates.verify(made, KEYS, recompute=False, rigorous=True, limits=limits)
+    assert check.rigorous is not None
+    assert check.rigorous.result == "undecided"
+    assert "would take about" in check.rigorous.reason
+    assert not check.ok
+
+
+def test_a_rigorous_check_of_an_infinite_or_absent_end() -> None:
+    made = certificate(ApproximateDP(Decimal("0.5"), Decimal("1e-3")))
+    check = certificates.verify(made, KEYS, recompute=False, rigorous=True)
+    assert check.rigorous == certificates.RigorousCheck("confirmed")
+    check = certificates.verify({}, KEYS, recompute=False, rigorous=True)
+    assert check.rigorous is None
+    assert not check.ok
 
 
 @pytest.mark.parametrize(
