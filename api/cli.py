@@ -98,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--no-recompute", action="store_true", help="check the signature, not the bound"
     )
+    command.add_argument(
+        "--rigorous", action="store_true", help="prove the upper end again in ball arithmetic"
+    )
     command.add_argument("file", metavar="FILE", help="a certificate; - reads standard input")
     command.set_defaults(run=_verify)
 
@@ -257,6 +260,7 @@ def _verify(arguments: argparse.Namespace, settings: Settings) -> int:
         certificate,
         _keys(arguments.keys, settings),
         recompute=not arguments.no_recompute,
+        rigorous=arguments.rigorous,
         limits=_limits(settings),
     )
     _print(found.to_json())

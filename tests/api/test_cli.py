@@ -124,6 +124,9 @@ def test_certificates_and_books_are_checked_without_the_service(
     for options in ((), ("--keys", str(keys)), ("--keys", url), ("--no-recompute",)):
         status, body = run(capsys, "verify", *options, str(file))
         assert (status, body["ok"], body["signature_ok"]) == (0, True, True), options
+        assert "rigorous" not in body
+    status, body = run(capsys, "verify", "--no-recompute", "--rigorous", str(file))
+    assert (status, body["bound_ok"], body["rigorous"]["result"]) == (0, None, "confirmed")
     file.write_text(json.dumps({**certificate, "dataset": "ds_" + "0" * 32}))
     status, body = run(capsys, "verify", "--no-recompute", str(file))
     assert (status, body["ok"], body["signature_ok"]) == (NOT_OK, False, False)
