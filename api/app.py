@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 from anyio.to_thread import current_default_thread_limiter
@@ -109,7 +110,12 @@ def _open(settings: Settings) -> deps.Service:
         database=Database(settings.effective_database_url),
         sealer=load_sealer(settings),
         artifacts=ArtifactStore(settings.effective_artifacts_url),
-        accountant=deps.Accountant(os.cpu_count() or 1, limits),
+        accountant=deps.Accountant(
+            os.cpu_count() or 1,
+            limits,
+            question_limits=replace(limits, seconds=settings.question_seconds),
+            peer_limits=replace(limits, seconds=settings.peer_seconds),
+        ),
         public_keys=load_public_keys(settings),
         celery=make_celery(settings),
     )

@@ -64,6 +64,10 @@ ACCESS: Final[Mapping[tuple[str, str], Access]] = {
     ("POST", "/v1/accounting/epsilon"): ANY_KEY,
     ("POST", "/v1/accounting/delta"): ANY_KEY,
     ("POST", "/v1/accounting/profile"): ANY_KEY,
+    ("POST", "/v1/accounting/tradeoff"): ANY_KEY,
+    ("POST", "/v1/accounting/compare"): ANY_KEY,
+    ("POST", "/v1/accounting/calibrate"): ANY_KEY,
+    ("POST", "/v1/accounting/allocate"): ANY_KEY,
     ("POST", "/v1/certificates/verify"): ANY_KEY,
     ("GET", "/v1/models"): ANY_KEY,
     # Datasets

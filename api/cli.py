@@ -5,7 +5,12 @@ epsilond migrate                   tables to this version's revision
 epsilond serve                     the API, with a worker of its own on the embedded default
 epsilond worker                    a worker alone
 epsilond epsilon --delta D FILE    what POST /v1/accounting/epsilon answers; - reads stdin
-epsilond delta --epsilon E FILE    likewise
+epsilond delta --epsilon E FILE    likewise, as the four that follow
+epsilond profile FILE              delta at each --epsilon, or the whole curve
+epsilond tradeoff FILE             type II error at each --alpha, or the whole curve
+epsilond compare --delta D FILE    epsilon by every method
+epsilond calibrate --free PATH --epsilon E --delta D FILE
+                                   the parameter that meets a target
 epsilond verify FILE               checks a certificate, without a service if --keys is given
 epsilond verify-ledger DATASET     checks a dataset's chain in the local database
 """
@@ -18,8 +23,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,10 +34,12 @@ import uvicorn
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from sqlalchemy.exc import IntegrityError
 
-from accounting import bounds, certificates, chain
+from accounting import bounds, calibrate, certificates, chain
+from accounting.calibrate import METHODS
 from accounting.errors import EpsilondError, InvalidRequest, NotFound
 from accounting.mechanisms import Mechanism, mechanism_from_json
 from accounting.tables import Database, DatasetRow, KeyRow, OrganisationRow
+from api import questions
 from api.app import create_app
 from api.auth import admin_key_exists, key_sha256, new_key
 from api.bodies import MAX_JSON_BYTES, strict_json
@@ -85,13 +93,31 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("epsilon", help="epsilon of a mechanism at a delta")
     command.add_argument("--delta", type=float, required=True)
-    command.add_argument("file", metavar="FILE", help="a mechanism's JSON; - reads standard input")
-    command.set_defaults(run=_epsilon)
+    command.add_argument("--tolerance", type=float, help="wanted width of the bracket")
+    _takes_mechanism(command, _epsilon)
 
     command = commands.add_parser("delta", help="delta of a mechanism at an epsilon")
     command.add_argument("--epsilon", type=float, required=True)
-    command.add_argument("file", metavar="FILE", help="a mechanism's JSON; - reads standard input")
-    command.set_defaults(run=_delta)
+    _takes_mechanism(command, _delta)
+
+    command = commands.add_parser("profile", help="the curve of delta over epsilon")
+    command.add_argument("--epsilon", type=float, action="append", help="a point; may be repeated")
+    _takes_mechanism(command, _profile)
+
+    command = commands.add_parser("tradeoff", help="type II error over type I error")
+    command.add_argument("--alpha", type=float, action="append", help="a point; may be repeated")
+    _takes_mechanism(command, _tradeoff)
+
+    command = commands.add_parser("compare", help="epsilon of a mechanism by every method")
+    command.add_argument("--delta", type=float, required=True)
+    _takes_mechanism(command, _compare)
+
+    command = commands.add_parser("calibrate", help="the parameter that meets a target")
+    command.add_argument("--free", required=True, help="its path in the mechanism's JSON, or delta")
+    command.add_argument("--epsilon", type=float, required=True)
+    command.add_argument("--delta", type=float, help="needed unless delta is free")
+    command.add_argument("--method", choices=METHODS, default="certified")
+    _takes_mechanism(command, _calibrate)
 
     command = commands.add_parser("verify", help="checks a certificate")
     command.add_argument("--keys", help="file or address of the signing keys; else the local ones")
@@ -108,6 +134,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("dataset", metavar="DATASET", help="the dataset's id")
     command.set_defaults(run=_verify_ledger)
     return parser
+
+
+def _takes_mechanism(
+    command: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Settings], int]
+) -> None:
+    command.add_argument("file", metavar="FILE", help="a mechanism's JSON; - reads standard input")
+    command.set_defaults(run=run)
 
 
 def _print(value: object) -> None:
@@ -240,15 +273,49 @@ def _limits(settings: Settings) -> bounds.Limits:
     )
 
 
+def _mechanism(arguments: argparse.Namespace) -> Mechanism:
+    return mechanism_from_json(_read_json(arguments.file))
+
+
 def _epsilon(arguments: argparse.Namespace, settings: Settings) -> int:
-    mechanism = mechanism_from_json(_read_json(arguments.file))
-    _print(bounds.epsilon(mechanism, arguments.delta, limits=_limits(settings)).to_json())
+    mechanism, limits = _mechanism(arguments), _limits(settings)
+    _print(questions.ask_epsilon(mechanism, arguments.delta, arguments.tolerance, limits))
     return 0
 
 
 def _delta(arguments: argparse.Namespace, settings: Settings) -> int:
-    mechanism = mechanism_from_json(_read_json(arguments.file))
-    _print(bounds.delta(mechanism, arguments.epsilon, limits=_limits(settings)).to_json())
+    _print(questions.ask_delta(_mechanism(arguments), arguments.epsilon, _limits(settings)))
+    return 0
+
+
+def _profile(arguments: argparse.Namespace, settings: Settings) -> int:
+    _print(questions.ask_profile(_mechanism(arguments), arguments.epsilon, _limits(settings)))
+    return 0
+
+
+def _tradeoff(arguments: argparse.Namespace, settings: Settings) -> int:
+    _print(questions.ask_tradeoff(_mechanism(arguments), arguments.alpha, _limits(settings)))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace, settings: Settings) -> int:
+    limits = replace(_limits(settings), seconds=settings.peer_seconds)
+    _print(questions.ask_compare(_mechanism(arguments), arguments.delta, limits))
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace, settings: Settings) -> int:
+    mechanism = calibrate.read(_read_json(arguments.file), arguments.free)
+    _print(
+        questions.ask_calibrate(
+            mechanism,
+            arguments.free,
+            arguments.epsilon,
+            arguments.delta,
+            arguments.method,
+            _limits(settings),
+        )
+    )
     return 0
 
 

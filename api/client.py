@@ -316,18 +316,55 @@ class Client:
         body = {"certificate": certificate, "recompute": recompute}
         return self._json("POST", "/v1/certificates/verify", json=body, repeat=True)
 
-    def epsilon(self, mechanism: Json, delta: float) -> Json:
-        body = {"mechanism": mechanism, "delta": delta}
-        return self._json("POST", "/v1/accounting/epsilon", json=body, repeat=True)
+    def epsilon(self, mechanism: Json, delta: float, *, tolerance: float | None = None) -> Json:
+        return self._ask("epsilon", mechanism=mechanism, delta=delta, tolerance=tolerance)
 
     def delta(self, mechanism: Json, epsilon: float) -> Json:
-        body = {"mechanism": mechanism, "epsilon": epsilon}
-        return self._json("POST", "/v1/accounting/delta", json=body, repeat=True)
+        return self._ask("delta", mechanism=mechanism, epsilon=epsilon)
 
-    def profile(self, mechanism: Json, epsilons: Sequence[float]) -> list[Json]:
-        body = {"mechanism": mechanism, "epsilons": list(epsilons)}
-        answer = self._json("POST", "/v1/accounting/profile", json=body, repeat=True)
-        return list(answer["points"])
+    def profile(self, mechanism: Json, epsilons: Sequence[float] | None = None) -> list[Json]:
+        """Both bounds of delta at each epsilon; by default at points that show the whole curve."""
+        points = None if epsilons is None else list(epsilons)
+        return list(self._ask("profile", mechanism=mechanism, epsilons=points)["points"])
+
+    def tradeoff(self, mechanism: Json, alphas: Sequence[float] | None = None) -> list[Json]:
+        """Both bounds of the type II error at each type I error."""
+        points = None if alphas is None else list(alphas)
+        return list(self._ask("tradeoff", mechanism=mechanism, alphas=points)["points"])
+
+    def compare(self, mechanism: Json, delta: float) -> list[Json]:
+        """Every method's view of epsilon at delta."""
+        return list(self._ask("compare", mechanism=mechanism, delta=delta)["methods"])
+
+    def calibrate(
+        self,
+        mechanism: Json,
+        free: str,
+        *,
+        epsilon: float,
+        delta: float | None = None,
+        method: str = "certified",
+    ) -> Json:
+        """The parameter ``free`` that meets (epsilon, delta); it may be left out of mechanism."""
+        target = {"epsilon": epsilon, "delta": delta}
+        return self._ask("calibrate", mechanism=mechanism, free=free, target=target, method=method)
+
+    def allocate(
+        self,
+        stages: Sequence[tuple[Json, float]],
+        *,
+        epsilon: float,
+        delta: float,
+        method: str = "certified",
+    ) -> Json:
+        """The noise of each (mechanism, weight), so that all together meet (epsilon, delta)."""
+        listed = [{"mechanism": mechanism, "weight": weight} for mechanism, weight in stages]
+        target = {"epsilon": epsilon, "delta": delta}
+        return self._ask("allocate", stages=listed, target=target, method=method)
+
+    def _ask(self, question: str, **body: object) -> Json:
+        """A question to the accountant; what is None is left to the service."""
+        return self._json("POST", f"/v1/accounting/{question}", json=body, repeat=True)
 
     def models(self) -> list[Json]:
         return list(self._json("GET", "/v1/models")["models"])

@@ -14,11 +14,11 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 from celery import Celery
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -26,16 +26,19 @@ from fastapi import Depends, Request
 from sqlalchemy.orm import Session
 
 from accounting import bounds, certificates
-from accounting.bounds import Bracket, DeltaBracket
+from accounting.bounds import Bracket
 from accounting.errors import InvalidRequest, NotFound
 from accounting.mechanisms import Mechanism
 from accounting.tables import Database, DatasetRow, GrantRow, JobRow, ReleaseRow
+from api import questions
 from api.auth import Principal
 from api.problems import ProblemError
 from worker.app import send
 from worker.artifacts import ArtifactStore
 from worker.custody import Sealer
 from worker.settings import Settings
+
+T = TypeVar("T")
 
 _ID: Final = re.compile(r"[a-z]{2,8}_[0-9a-f]{32}")
 PAGE_SIZE: Final = 100
@@ -80,7 +83,9 @@ class Accountant:
 
     Args:
         places: how many bounds are computed at a time.
-        limits: what one of them may take.
+        limits: what one of them may take for a charge or the check of one.
+        question_limits: what a caller's own question may take; by default ``limits``.
+        peer_limits: what each other library may take in a comparison; by default ``limits``.
         queue: how many requests may wait for a place; each holds a thread meanwhile.
         wait_seconds: how long one waits before it is told to come back.
     """
@@ -90,28 +95,32 @@ class Accountant:
         places: int,
         limits: bounds.Limits,
         *,
+        question_limits: bounds.Limits | None = None,
+        peer_limits: bounds.Limits | None = None,
         queue: int = ACCOUNTANT_QUEUE,
         wait_seconds: float = 30.0,
     ) -> None:
         self._places = threading.BoundedSemaphore(places)
         self._present = threading.BoundedSemaphore(places + queue)
         self._limits = limits
+        self._question_limits = limits if question_limits is None else question_limits
+        self._peer_limits = limits if peer_limits is None else peer_limits
         self._wait_seconds = wait_seconds
 
     def epsilon(self, mechanism: Mechanism, delta: float) -> Bracket:
-        """The bracket of epsilon; see :func:`accounting.bounds.epsilon`."""
+        """The bracket of epsilon for a charge; see :func:`accounting.bounds.epsilon`."""
         with self._place():
             return bounds.epsilon(mechanism, delta, limits=self._limits)
 
-    def delta(self, mechanism: Mechanism, epsilon: float) -> DeltaBracket:
-        """The bracket of delta; see :func:`accounting.bounds.delta`."""
+    def ask(self, question: Callable[[bounds.Limits], T]) -> T:
+        """The answer to a caller's question (:mod:`api.questions`), asked under its limits."""
         with self._place():
-            return bounds.delta(mechanism, epsilon, limits=self._limits)
+            return question(self._question_limits)
 
-    def profile(self, mechanism: Mechanism, epsilons: Sequence[float]) -> list[DeltaBracket]:
-        """delta at each epsilon; see :func:`accounting.bounds.profile`."""
+    def compare(self, mechanism: Mechanism, delta: float) -> dict[str, object]:
+        """The comparison of methods, of which each other library has limits of its own."""
         with self._place():
-            return bounds.profile(mechanism, epsilons, limits=self._limits)
+            return questions.ask_compare(mechanism, delta, self._peer_limits)
 
     def check(
         self,

@@ -584,6 +584,8 @@ _MECHANISM_EXAMPLE: JsonObject = {
     "count": 100,
 }
 Question = Annotated[JsonObject, Field(examples=[_MECHANISM_EXAMPLE])]
+Epsilon = Annotated[float, Field(ge=0, le=1e6)]
+Delta = Annotated[float, Field(gt=0, lt=1)]
 
 
 class EpsilonRequest(Body):
@@ -592,7 +594,10 @@ class EpsilonRequest(Body):
     )
 
     mechanism: Question
-    delta: float = Field(gt=0, lt=1)
+    delta: Delta
+    tolerance: float | None = Field(
+        default=None, ge=1e-9, le=1e6, description="The wanted width of the bracket, in epsilon."
+    )
 
 
 class DeltaRequest(Body):
@@ -601,7 +606,7 @@ class DeltaRequest(Body):
     )
 
     mechanism: Question
-    epsilon: float = Field(ge=0, le=1e6)
+    epsilon: Epsilon
 
 
 class ProfileRequest(Body):
@@ -612,7 +617,103 @@ class ProfileRequest(Body):
     )
 
     mechanism: Question
-    epsilons: list[Annotated[float, Field(ge=0, le=1e6)]] = Field(min_length=1, max_length=200)
+    epsilons: list[Epsilon] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=200,
+        description="By default 101 from 0 to where delta is about 1e-12.",
+    )
+
+
+class TradeoffRequest(Body):
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"mechanism": _MECHANISM_EXAMPLE, "alphas": [0.01, 0.1]}]}
+    )
+
+    mechanism: Question
+    alphas: list[Annotated[float, Field(ge=0, le=1)]] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1000,
+        description="Type I errors; by default from 1e-6 to 1.",
+    )
+
+
+class CompareRequest(Body):
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"mechanism": _MECHANISM_EXAMPLE, "delta": 1e-5}]}
+    )
+
+    mechanism: Question
+    delta: Delta
+
+
+Method = Annotated[
+    Literal["certified", "rdp"],
+    Field(description="What prices: the service's bounds, or Rényi costs at the papers' orders."),
+]
+PositiveEpsilon = Annotated[float, Field(ge=1e-100, le=1e6)]
+PositiveDelta = Annotated[float, Field(ge=1e-100, lt=1)]
+
+
+class CalibrationTarget(Body):
+    """What the upper end is to meet; ``delta`` is left out where it is asked for."""
+
+    epsilon: PositiveEpsilon
+    delta: PositiveDelta | None = None
+
+
+class CalibrateRequest(Body):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "mechanism": _MECHANISM_EXAMPLE,
+                    "free": "noise_multiplier",
+                    "target": {"epsilon": 1.0, "delta": 1e-5},
+                }
+            ]
+        }
+    )
+
+    mechanism: Question
+    free: str = Field(
+        min_length=1,
+        max_length=200,
+        description="The parameter's path in the mechanism, such as `parts[0].mechanism.count`.",
+    )
+    target: CalibrationTarget
+    method: Method = "certified"
+
+
+class AllocationStage(Body):
+    mechanism: Question
+    weight: float = Field(ge=1e-100, le=1e100, description="Its share of the cost, unnormalised.")
+
+
+class AllocationTarget(Body):
+    epsilon: PositiveEpsilon
+    delta: PositiveDelta
+
+
+class AllocateRequest(Body):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "stages": [
+                        {"mechanism": {"kind": "gaussian", "noise_multiplier": 1.0}, "weight": 1.0},
+                        {"mechanism": _MECHANISM_EXAMPLE, "weight": 3.0},
+                    ],
+                    "target": {"epsilon": 1.0, "delta": 1e-5},
+                }
+            ]
+        }
+    )
+
+    stages: list[AllocationStage] = Field(min_length=1, max_length=32)
+    target: AllocationTarget
+    method: Method = "certified"
 
 
 class Bracket(BaseModel):
@@ -637,6 +738,76 @@ class DeltaBracket(BaseModel):
 
 class Profile(Answer):
     points: list[DeltaBracket]
+
+
+class TradeoffPoint(Answer):
+    """The best certifiable type II error lies in [lower, upper]; lower is the certificate."""
+
+    alpha: float
+    lower: float
+    upper: float
+
+
+class Tradeoff(Answer):
+    model_config = ConfigDict(extra="allow")
+
+    points: list[TradeoffPoint]
+
+
+class Comparison(Answer):
+    """One method's view of epsilon; null where it gives no such number."""
+
+    method: str
+    lower: Infinite | None
+    upper: Infinite | None
+    estimate: Infinite | None
+    certified: bool = Field(description="The ends are proven, rounding included.")
+    valid: bool = Field(description="There is an answer, and the method's own conditions hold.")
+    reason: str
+    milliseconds: float
+    details: JsonObject
+
+
+class Comparisons(Answer):
+    delta: float
+    methods: list[Comparison]
+
+
+class StageShare(Answer):
+    stage: str
+    share: float
+
+
+class Calibration(Answer):
+    model_config = ConfigDict(extra="allow")
+
+    free: str
+    parameter: int | float
+    mechanism: JsonObject = Field(description="The mechanism with the parameter in place.")
+    bracket: Bracket | DeltaBracket = Field(description="What was asked of the target, there.")
+    target: JsonObject
+    method: Method
+    evaluations: int = Field(description="How many brackets were computed.")
+    shares: list[StageShare] = Field(
+        description="Of each stage of the mechanism: its part of the Rényi cost at the best order."
+    )
+
+
+class AllocatedStage(Answer):
+    mechanism: JsonObject
+    weight: float
+
+
+class Allocation(Answer):
+    model_config = ConfigDict(extra="allow")
+
+    stages: list[AllocatedStage]
+    mechanism: JsonObject = Field(description="The composition of the stages.")
+    bracket: Bracket
+    target: JsonObject
+    method: Method
+    evaluations: int = Field(description="How many brackets were computed.")
+    shares: list[StageShare]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -65,8 +65,10 @@ class Settings(BaseSettings):
     worker_concurrency: Annotated[int, Field(ge=1, le=64)] = 1
     torch_threads: Annotated[int, Field(ge=0, le=1_024)] = 0
 
-    # The accountant's subprocess
+    # The accountant
     accountant_seconds: Seconds = 60
+    question_seconds: Seconds = 2
+    peer_seconds: Seconds = 10
     accountant_megabytes: Annotated[int, Field(ge=256, le=1_048_576)] = 4_096
 
     # Uploads

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from accounting import calibrate
+from accounting.calibrate import Stage
 from accounting.errors import InvalidMechanism
 from accounting.mechanisms import Mechanism, mechanism_from_json
-from api import schemas
+from api import questions, schemas
 from api.bodies import ServiceRoute
 from api.deps import ServiceDep
 from worker.catalogue import list_models
@@ -14,11 +16,12 @@ from worker.catalogue import list_models
 router = APIRouter(route_class=ServiceRoute, tags=["accounting"])
 
 
-def _mechanism(obj: object) -> Mechanism:
+def _mechanism(obj: object, *, free: str | None = None, where: str = "mechanism") -> Mechanism:
+    """The mechanism in a body; the parameter that is asked for may be left out of it."""
     try:
-        return mechanism_from_json(obj)
+        return mechanism_from_json(obj) if free is None else calibrate.read(obj, free)
     except InvalidMechanism as error:
-        raise error.within("mechanism") from None
+        raise error.within(where) from None
 
 
 @router.post(
@@ -26,7 +29,10 @@ def _mechanism(obj: object) -> Mechanism:
 )
 def compute_epsilon(body: schemas.EpsilonRequest, service: ServiceDep) -> object:
     """The bracket of a mechanism's epsilon at a delta; its upper end is the certificate."""
-    return service.accountant.epsilon(_mechanism(body.mechanism), body.delta).to_json()
+    mechanism = _mechanism(body.mechanism)
+    return service.accountant.ask(
+        lambda limits: questions.ask_epsilon(mechanism, body.delta, body.tolerance, limits)
+    )
 
 
 @router.post(
@@ -34,7 +40,10 @@ def compute_epsilon(body: schemas.EpsilonRequest, service: ServiceDep) -> object
 )
 def compute_delta(body: schemas.DeltaRequest, service: ServiceDep) -> object:
     """The bracket of a mechanism's delta at an epsilon; its upper end is the certificate."""
-    return service.accountant.delta(_mechanism(body.mechanism), body.epsilon).to_json()
+    mechanism = _mechanism(body.mechanism)
+    return service.accountant.ask(
+        lambda limits: questions.ask_delta(mechanism, body.epsilon, limits)
+    )
 
 
 @router.post(
@@ -42,8 +51,64 @@ def compute_delta(body: schemas.DeltaRequest, service: ServiceDep) -> object:
 )
 def compute_profile(body: schemas.ProfileRequest, service: ServiceDep) -> object:
     """The curve of delta over epsilon, both bounds at each point."""
-    points = service.accountant.profile(_mechanism(body.mechanism), body.epsilons)
-    return {"points": [point.to_json() for point in points]}
+    mechanism = _mechanism(body.mechanism)
+    return service.accountant.ask(
+        lambda limits: questions.ask_profile(mechanism, body.epsilons, limits)
+    )
+
+
+@router.post(
+    "/v1/accounting/tradeoff", operation_id="compute_tradeoff", response_model=schemas.Tradeoff
+)
+def compute_tradeoff(body: schemas.TradeoffRequest, service: ServiceDep) -> object:
+    """The smallest type II error of any membership test by its type I error, both bounds."""
+    mechanism = _mechanism(body.mechanism)
+    return service.accountant.ask(
+        lambda limits: questions.ask_tradeoff(mechanism, body.alphas, limits)
+    )
+
+
+@router.post(
+    "/v1/accounting/compare", operation_id="compare_methods", response_model=schemas.Comparisons
+)
+def compare_methods(body: schemas.CompareRequest, service: ServiceDep) -> object:
+    """The same question by every method, with what each proves and how long it took."""
+    return service.accountant.compare(_mechanism(body.mechanism), body.delta)
+
+
+@router.post(
+    "/v1/accounting/calibrate", operation_id="calibrate", response_model=schemas.Calibration
+)
+def calibrate_mechanism(body: schemas.CalibrateRequest, service: ServiceDep) -> object:
+    """The parameter of a mechanism that meets a target best; it may be left out of the mechanism.
+
+    `free` is its path in the mechanism, or `delta` for the delta at the target's epsilon.
+    """
+    mechanism = _mechanism(body.mechanism, free=body.free)
+    target = body.target
+    return service.accountant.ask(
+        lambda limits: questions.ask_calibrate(
+            mechanism, body.free, target.epsilon, target.delta, body.method, limits
+        )
+    )
+
+
+@router.post("/v1/accounting/allocate", operation_id="allocate", response_model=schemas.Allocation)
+def allocate_target(body: schemas.AllocateRequest, service: ServiceDep) -> object:
+    """The noise of each stage, so that all of them together meet a target by their weights."""
+    stages = [
+        Stage(
+            _mechanism(stage.mechanism, free="noise_multiplier", where=f"stages[{i}].mechanism"),
+            stage.weight,
+        )
+        for i, stage in enumerate(body.stages)
+    ]
+    target = body.target
+    return service.accountant.ask(
+        lambda limits: questions.ask_allocate(
+            stages, target.epsilon, target.delta, body.method, limits
+        )
+    )
 
 
 @router.post(

@@ -60,6 +60,23 @@ BODIES: dict[tuple[str, str], object] = {
         "mechanism": {"kind": "gaussian", "noise_multiplier": 1.0},
         "epsilons": [1.0],
     },
+    ("POST", "/v1/accounting/tradeoff"): {
+        "mechanism": {"kind": "gaussian", "noise_multiplier": 1.0},
+        "alphas": [0.1],
+    },
+    ("POST", "/v1/accounting/compare"): {
+        "mechanism": {"kind": "gaussian", "noise_multiplier": 1.0},
+        "delta": 1e-5,
+    },
+    ("POST", "/v1/accounting/calibrate"): {
+        "mechanism": {"kind": "gaussian"},
+        "free": "noise_multiplier",
+        "target": {"epsilon": 1.0, "delta": 1e-5},
+    },
+    ("POST", "/v1/accounting/allocate"): {
+        "stages": [{"mechanism": {"kind": "gaussian"}, "weight": 1.0}],
+        "target": {"epsilon": 1.0, "delta": 1e-5},
+    },
     ("POST", "/v1/certificates/verify"): {"certificate": {}},
 }
 

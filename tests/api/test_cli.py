@@ -84,6 +84,68 @@ def test_questions_print_what_the_service_answers(
     assert (status, body) == (0, bounds.epsilon(mechanism, 1e-5).to_json())
 
 
+COMMANDS: list[tuple[str, list[str], dict[str, Any]]] = [
+    ("epsilon", ["--delta", "1e-5", "--tolerance", "0.01"], {"delta": 1e-5, "tolerance": 0.01}),
+    ("delta", ["--epsilon", "0.5"], {"epsilon": 0.5}),
+    ("profile", [], {}),
+    ("profile", ["--epsilon", "0", "--epsilon", "2"], {"epsilons": [0.0, 2.0]}),
+    ("tradeoff", [], {}),
+    ("tradeoff", ["--alpha", "0.1"], {"alphas": [0.1]}),
+    (
+        "calibrate",
+        ["--free", "count", "--epsilon", "3", "--delta", "1e-5"],
+        {"free": "count", "target": {"epsilon": 3.0, "delta": 1e-5}},
+    ),
+    (
+        "calibrate",
+        ["--free", "delta", "--epsilon", "3"],
+        {"free": "delta", "target": {"epsilon": 3.0}},
+    ),
+    (
+        "calibrate",
+        ["--free", "noise_multiplier", "--epsilon", "3", "--delta", "1e-5", "--method", "rdp"],
+        {"free": "noise_multiplier", "target": {"epsilon": 3.0, "delta": 1e-5}, "method": "rdp"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "options", "body"), COMMANDS, ids=str)
+def test_a_command_prints_what_the_call_answers(
+    calm: World,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    options: list[str],
+    body: dict[str, Any],
+) -> None:
+    use(calm.settings, monkeypatch)
+    file = tmp_path / "mechanism.json"
+    file.write_text(json.dumps(MECHANISM))
+    answer = calm.stranger.post(f"/v1/accounting/{command}", json={"mechanism": MECHANISM, **body})
+    assert answer.status_code == 200, answer.text
+    assert run(capsys, command, *options, str(file)) == (0, answer.json())
+
+
+def test_a_comparison_prints_what_the_call_answers(
+    calm: World,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    use(calm.settings, monkeypatch)
+    file = tmp_path / "mechanism.json"
+    file.write_text(json.dumps(MECHANISM))
+    answer = calm.stranger.post(
+        "/v1/accounting/compare", json={"mechanism": MECHANISM, "delta": 1e-5}
+    ).json()
+    status, printed = run(capsys, "compare", "--delta", "1e-5", str(file))
+    assert status == 0
+    for row in [*answer["methods"], *printed["methods"]]:
+        assert row.pop("milliseconds") >= 0.0
+    assert printed == answer
+
+
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(
     ("text", "code"),
@@ -102,8 +164,48 @@ def test_a_wrong_file_is_a_problem(
     file = tmp_path / "mechanism.json"
     if text is not None:
         file.write_text(text)
-    status, body = run(capsys, "epsilon", "--delta", "1e-5", str(file))
-    assert (status, body["code"]) == (PROBLEM, code)
+    for command in (
+        ["epsilon", "--delta", "1e-5"],
+        ["delta", "--epsilon", "1"],
+        ["profile"],
+        ["tradeoff"],
+        ["compare", "--delta", "1e-5"],
+        ["calibrate", "--free", "count", "--epsilon", "1", "--delta", "1e-5"],
+    ):
+        status, body = run(capsys, *command, str(file))
+        assert (status, body["code"]) == (PROBLEM, code), command
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "epsilon --delta nan",
+        "epsilon --delta 0",
+        "epsilon --delta 1e-5 --tolerance nan",
+        "epsilon --delta 1e-5 --tolerance -1",
+        "delta --epsilon inf",
+        "delta --epsilon=-1",
+        "profile --epsilon nan",
+        "tradeoff --alpha 2",
+        "tradeoff --alpha nan",
+        "compare --delta nan",
+        "compare --delta 1",
+        "calibrate --free count --epsilon nan --delta 1e-5",
+        "calibrate --free count --epsilon 1 --delta inf",
+        "calibrate --free count --epsilon 1",
+        "calibrate --free count --epsilon 1e-320 --delta 1e-5",
+        "calibrate --free sigma --epsilon 1 --delta 1e-5",
+        "calibrate --free delta --epsilon 1 --delta 1e-5",
+    ],
+)
+def test_a_wrong_option_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    file = tmp_path / "mechanism.json"
+    file.write_text(json.dumps(MECHANISM))
+    status, body = run(capsys, *command.split(), str(file))
+    assert (status, body["code"]) == (PROBLEM, "invalid_request")
 
 
 def test_certificates_and_books_are_checked_without_the_service(

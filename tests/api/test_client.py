@@ -70,6 +70,25 @@ def test_the_way_of_a_batch(world: World, owner: Client, requester: Client, tmp_
     assert requester.ready() is True
 
 
+def test_questions_to_the_accountant(requester: Client) -> None:
+    gaussian = {"kind": "gaussian", "noise_multiplier": 2.0}
+    bracket = requester.epsilon(gaussian, 1e-5, tolerance=1e-6)
+    assert bracket["upper"] - bracket["lower"] <= 1e-6
+    assert requester.delta(gaussian, bracket["upper"])["upper"] == pytest.approx(1e-5, rel=1e-4)
+    assert len(requester.profile(gaussian)) == 101
+    assert requester.tradeoff(gaussian, [0.5])[0]["alpha"] == 0.5
+    assert len(requester.tradeoff(gaussian)) > 100
+    assert "gaussian_exact" in {row["method"] for row in requester.compare(gaussian, 1e-5)}
+    found = requester.calibrate({"kind": "gaussian"}, "noise_multiplier", epsilon=1.0, delta=1e-6)
+    assert found["parameter"] == pytest.approx(4.22468, rel=1e-5)
+    assert requester.calibrate(gaussian, "delta", epsilon=1.0)["free"] == "delta"
+    shared = requester.allocate([({"kind": "gaussian"}, 1.0)] * 4, epsilon=1.0, delta=1e-6)
+    assert [s["share"] for s in shared["shares"]] == pytest.approx([0.25] * 4)
+    with pytest.raises(ServiceError) as caught:
+        requester.calibrate(gaussian, "nothing", epsilon=1.0, delta=1e-5)
+    assert (caught.value.status, caught.value.field) == (422, "free")
+
+
 def test_errors_have_types(world: World, owner: Client, requester: Client) -> None:
     with pytest.raises(ServiceError) as caught:
         owner.create_dataset({**FACTS, "public_size": 0})
