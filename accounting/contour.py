@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtri
 
+from accounting import cumulants
 from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
 
 Array = NDArray[np.float64]
@@ -61,6 +62,9 @@ _SEMI_Y: Final = 0.5 * (_RHO - 1.0 / _RHO)
 _LOG_ELLIPSE: Final = math.log(64.0 / 15.0) - 2.0 * _NODES * np.log(_RHO) - np.log1p(-(_RHO**-2.0))
 _QUADRATURE: Final = -39.5  # log of the share of phi(c) that quadrature may miss
 _CHUNK: Final = 512  # nodes summed at a time: bounds the rounding of a sum, and memory
+
+_MANY: Final = 24  # parts beyond which parameters are chosen with less care
+_ENOUGH: Final = 80.0  # nats of decay beyond which a truncated sum's rest is nothing
 
 MAX_T_NODES: Final = 24_000
 MAX_Z_NODES: Final = 200_000
@@ -179,6 +183,7 @@ class _Sampled:
         self._add = direction == "add"
         self._log_none, self._log_q = math.log1p(-self.q), math.log(self.q)
         self._lo = self._hi = 0.0
+        self._edges: Array | None = None
 
     def _k(self, tilt: float) -> float:
         return -tilt if self._add else 1.0 + tilt
@@ -224,6 +229,7 @@ class _Sampled:
             right = _upper_quantile(0.25 * outside)
             right = max(right, self.mu + _upper_quantile(included))
         self._lo, self._hi = -left - 0.01, right + 0.01
+        self._edges = None  # of the panels last used: they serve a real tilt as well
         # Nodes for the rough values.
         panels = max(4, min(40, math.ceil((self._hi - self._lo) * (0.25 + 0.1 * self.mu))))
         edges = np.linspace(self._lo, self._hi, panels + 1)
@@ -260,25 +266,27 @@ class _Sampled:
     def _panels(self, tilt: float, t: float, log_phi: float) -> tuple[Array, float]:
         """Edges of panels, and log of the bound on what they miss in all, for |Im s| <= t."""
         k, mu = self._k(tilt), self.mu
-        grid = np.linspace(self._lo, self._hi, 129)
-        middle = 0.5 * (grid[1:] + grid[:-1])
-        log_u, log_in = self._log_u(middle)
-        share = np.exp(np.minimum(0.0, log_in + 0.3 * mu - log_u))
-        weight = -0.5 * middle * middle + k * log_u - _LOG_SQRT_2PI - log_phi
-        # A first guess at the density of panels, from the local rate of the integrand's phase.
-        ease = np.clip(1.0 - weight / 60.0, 1.0, 3.0)
-        rate = 0.035 * (t + abs(k)) * mu * share / ease + 0.16
-        total = np.concatenate([[0.0], np.cumsum(rate * np.diff(grid))])
-        if not total[-1] * _NODES < MAX_Z_NODES:
-            raise OutOfReach("the transform needs too many nodes")
-        edges = np.interp(
-            np.linspace(0.0, total[-1], max(2, math.ceil(total[-1])) + 1), total, grid
-        )
-        edges[0], edges[-1] = self._lo, self._hi
+        edges = self._edges
+        if edges is None or t > 0.0:
+            grid = np.linspace(self._lo, self._hi, 65)
+            middle = 0.5 * (grid[1:] + grid[:-1])
+            log_u, log_in = self._log_u(middle)
+            share = np.exp(np.minimum(0.0, log_in + 0.3 * mu - log_u))
+            weight = -0.5 * middle * middle + k * log_u - _LOG_SQRT_2PI - log_phi
+            # A first guess at the density of panels, from the local rate of the integrand's phase.
+            ease = np.clip(1.0 - weight / 60.0, 1.0, 3.0)
+            rate = 0.035 * (t + abs(k)) * mu * share / ease + 0.16
+            total = np.concatenate([[0.0], np.cumsum(rate * (grid[1] - grid[0]))])
+            if not total[-1] * _NODES < MAX_Z_NODES:
+                raise OutOfReach("the transform needs too many nodes")
+            even = np.linspace(0.0, total[-1], max(2, math.ceil(total[-1])) + 1)
+            edges = np.interp(even, total, grid)
+            edges[0], edges[-1] = self._lo, self._hi
         while True:
             log_error = self._panel_errors(edges[:-1], edges[1:], k, t) - log_phi
             bad = log_error > _QUADRATURE - math.log(len(log_error))
             if not bad.any():
+                self._edges = edges
                 return edges, float(np.log(np.exp(log_error).sum())) + 1e-9
             if len(edges) * _NODES > MAX_Z_NODES:
                 raise OutOfReach("the transform needs too many nodes")
@@ -289,9 +297,9 @@ class _Sampled:
 
         Inside the box around an ellipse, x within [x0, x1] and |y| <= b, with theta = mu b and
         ratio the largest of r/p there, r = q w and p = 1 - q: |u| <= u(x1); |u| >= p (1 - ratio),
-        and >= u(x0) cos(theta/2) if theta < pi; |arg u| <= arcsin ratio if ratio < 1, and, as it grows with r, and with the
-        angle up to pi/2 or if r >= p, |arg u| <= arg(1 + ratio exp(i theta)). u has no zero there
-        if ratio < 1 or theta < pi.
+        and >= u(x0) cos(theta/2) if theta < pi; |arg u| <= arcsin ratio if ratio < 1, and, as it
+        grows with r, and with the angle up to pi/2 or if r >= p, |arg u| <= arg(1 + ratio
+        exp(i theta)). u has no zero there if ratio < 1 or theta < pi.
         """
         radius, middle = 0.5 * (right - left), 0.5 * (right + left)
         reach, b = _SEMI_X * radius, _SEMI_Y * radius
@@ -614,15 +622,18 @@ class Composition:
         if not variances:
             self.largest = math.fsum(p.count * p.largest() for p in self.parts) * (1.0 + 4.0 * U)
         self._share = 0.0
+        self._tilts = _TILTS if len(self.parts) <= _MANY else _TILTS[::2]
 
     def cut(self, outside: float) -> None:
         """Sets all windows so that at most about ``outside`` is cut off in all."""
+        if len(self.parts) > _MANY:
+            outside = 10.0 ** math.floor(math.log10(max(outside, 1e-300)) - 1.0)
         if not 0.5 < self._share / max(outside, 1e-300) < 2.0:
             self._share = outside
             for part in self.parts:
                 part.cut(outside / (part.count * len(self.parts)))
-            self._rough = [part.rough(_TILTS) for part in self.parts]
-            self._log_mgf = 0.5 * self.variance * (_TILTS * _TILTS + _TILTS)
+            self._rough = [part.rough(self._tilts) for part in self.parts]
+            self._log_mgf = 0.5 * self.variance * (self._tilts * self._tilts + self._tilts)
             for part, rough in zip(self.parts, self._rough, strict=True):
                 self._log_mgf = self._log_mgf + part.count * rough
             self.outside = math.fsum(p.count * p.outside() for p in self.parts) * (1.0 + 8.0 * U)
@@ -630,25 +641,9 @@ class Composition:
     def chernoff_epsilon(self, log_delta: float) -> tuple[float, float]:
         """(about the Chernoff bound on epsilon, the tilt that gives it)."""
         with np.errstate(all="ignore"):
-            bound = (self._log_mgf + _kappa(_TILTS) - log_delta) / _TILTS
+            bound = (self._log_mgf + _kappa(self._tilts) - log_delta) / self._tilts
         i = int(np.nanargmin(np.where(np.isfinite(bound), bound, np.inf)))
-        return float(bound[i]), float(_TILTS[i])
-
-    def chernoff_upper(self, delta: float) -> float:
-        """A proven upper bound on epsilon at delta, in closed form but for one log Psi."""
-        self.cut(delta * 1e-3)
-        _, tilt = self.chernoff_epsilon(math.log(delta))
-        left = (delta - self.outside) * (1.0 - 4.0 * U)
-        if not left > 0.0:
-            return math.inf
-        kappa = float(_kappa(np.array([tilt]))[0])
-        try:
-            log_mgf = self.log_mgf(tilt)
-        except OutOfReach:
-            return math.inf
-        value = log_mgf + kappa - math.log(left)
-        value += 16.0 * _LIB * (1.0 + abs(log_mgf) + 4.0 * abs(kappa) + abs(math.log(left)))
-        return max(0.0, value / tilt * (1.0 + 4.0 * U))
+        return float(bound[i]), float(self._tilts[i])
 
     def log_mgf(self, tilt: float) -> float:
         """log Psi(tilt) over the windows, rounded up."""
@@ -659,9 +654,9 @@ class Composition:
     def chernoff_log_delta(self, epsilon: float) -> tuple[float, float]:
         """(about the Chernoff bound on log delta, the tilt that gives it)."""
         with np.errstate(all="ignore"):
-            bound = self._log_mgf + _kappa(_TILTS) - _TILTS * epsilon
+            bound = self._log_mgf + _kappa(self._tilts) - self._tilts * epsilon
         i = int(np.nanargmin(np.where(np.isfinite(bound), bound, np.inf)))
-        return float(bound[i]), float(_TILTS[i])
+        return float(bound[i]), float(self._tilts[i])
 
     def plan(
         self,
@@ -682,9 +677,9 @@ class Composition:
         """
         nats = max(4.0, -math.log(0.02 * accuracy)) + spare
         tight = nats + 6.0
-        tilts, second = _TILTS[:, None], _TILTS[None, :]
+        tilts, second = self._tilts[:, None], self._tilts[None, :]
         with np.errstate(all="ignore"):
-            lost = np.maximum(self._log_mgf - _TILTS * epsilon - log_delta, 0.0)
+            lost = np.maximum(self._log_mgf - self._tilts * epsilon - log_delta, 0.0)
             left = (nats - log_delta) / tilts
             right = _kappa(second) + self._log_mgf[None, :] - second * epsilon - log_delta + nats
             right = right / (second - tilts)
@@ -694,10 +689,10 @@ class Composition:
             cost = period * (np.sqrt(nats + lost) * (1.0 + 0.02 * lost))[:, None]
             cost[~(lost < max(most_lost, float(np.nanmin(lost)) + 0.5))] = np.inf
             cost = np.where(np.isfinite(cost), cost, np.inf)
-        i, j = divmod(int(np.argmin(cost)), len(_TILTS))
+        i, j = divmod(int(np.argmin(cost)), len(self._tilts))
         if not math.isfinite(cost[i, j]):
             raise OutOfReach("no contour was found")
-        tilt = float(_TILTS[i])
+        tilt = float(self._tilts[i])
         scales = tuple(float(rough[i]) for rough in self._rough)
         smoothing = math.sqrt(0.8 * accuracy / ((slope + 1.0) * max(slope, 1e-12)))
         stretch = 1.0
@@ -707,7 +702,12 @@ class Composition:
         if plain:
             smoothing, stretch = 0.0, 1.0 + (tight - nats) / (nats - log_delta)
         return _Plan(
-            tilt, float(_TILTS[j]), float(period[i, j]) * stretch, smoothing, reach, float(lost[i])
+            tilt,
+            float(self._tilts[j]),
+            float(period[i, j]) * stretch,
+            smoothing,
+            reach,
+            float(lost[i]),
         )
 
     def _reach(
@@ -715,13 +715,19 @@ class Composition:
     ) -> tuple[float, bool]:
         """(the last t, whether the transform decays by itself): where Psi has lost ``nats``."""
         smooth = math.sqrt(2.0 * nats / (self.variance + smoothing * smoothing))
-        if not self.parts or len(self.parts) > 16:
+        if not self.parts:
             return smooth, self.variance > smoothing * smoothing
+        # Of many parts a few stand for all; what they all do enters the bounds in any case.
+        every = max(1, len(self.parts) // _MANY)
+        chosen = sorted(zip(self.parts, scales, strict=True), key=lambda pair: pair[0].count)[
+            ::every
+        ]
+        times = len(self.parts) / len(chosen)
 
         def decayed(t: float) -> float:
             total = 0.5 * self.variance * t * t
-            for part, scale in zip(self.parts, scales, strict=True):
-                total += part.count * part.decay(tilt, t, scale, 1.0)
+            for part, scale in chosen:
+                total += times * part.count * part.decay(tilt, t, scale, 1.0)
             return total
 
         plain = decayed(smooth) >= nats + more
@@ -771,7 +777,7 @@ class Contour:
                 below += part.count * relative
                 rounded += part.count * (log_error + U * np.abs(log_value))
                 whole_value = float(found.values()[0].real + found.error[0]) * (1.0 + 4.0 * U)
-                if len(whole.parts) <= 16:
+                if log_decay < _ENOUGH:
                     at_end = part.decay(c, float(t[-1]), found.scale, whole_value)
                 else:
                     at_end = -math.log(whole_value)
@@ -1053,7 +1059,7 @@ def epsilon_of(
     # at once that this direction is not the worse one.
     cap = whole.largest
     if cap > remove.lower:
-        cap = min(cap, whole.chernoff_upper(delta))
+        cap = min(cap, _renyi_cap(terms, delta, remove.error_terms.get("tilt", 1.0)))
     if cap <= remove.lower:
         return remove, "remove"
     try:
@@ -1065,6 +1071,17 @@ def epsilon_of(
     name: Worse = "add" if add.upper > remove.upper else "remove"
     worse = add if name == "add" else remove
     return replace(worse, lower=max(add.lower, remove.lower)), name
+
+
+def _renyi_cap(terms: Sequence[Term], delta: float, tilt: float) -> float:
+    """A proven upper bound on epsilon at delta in the add direction, by a few Renyi orders."""
+    cap = math.inf
+    for factor in (1.5, 3.0, 6.0, 12.0):
+        order = 1.0 + factor * tilt
+        if cumulants.MIN_ORDER <= order <= cumulants.MAX_ORDER:
+            _, add = cumulants.directed_costs(tuple(terms), order)
+            cap = min(cap, max(0.0, add + cumulants.conversion(order, math.log(delta))))
+    return cap * (1.0 + 8.0 * U)
 
 
 def _directed(terms: Sequence[Term]) -> bool:
