@@ -77,7 +77,9 @@ def compare_methods(body: schemas.CompareRequest, service: ServiceDep) -> object
 
 
 @router.post(
-    "/v1/accounting/calibrate", operation_id="calibrate", response_model=schemas.Calibration
+    "/v1/accounting/calibrate",
+    operation_id="calibrate_mechanism",
+    response_model=schemas.Calibration,
 )
 def calibrate_mechanism(body: schemas.CalibrateRequest, service: ServiceDep) -> object:
     """The parameter of a mechanism that meets a target best; it may be left out of the mechanism.
@@ -93,7 +95,9 @@ def calibrate_mechanism(body: schemas.CalibrateRequest, service: ServiceDep) -> 
     )
 
 
-@router.post("/v1/accounting/allocate", operation_id="allocate", response_model=schemas.Allocation)
+@router.post(
+    "/v1/accounting/allocate", operation_id="allocate_target", response_model=schemas.Allocation
+)
 def allocate_target(body: schemas.AllocateRequest, service: ServiceDep) -> object:
     """The noise of each stage, so that all of them together meet a target by their weights."""
     stages = [
