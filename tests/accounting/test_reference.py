@@ -29,8 +29,8 @@ def rows(name: str) -> list[dict[str, str]]:
 
 
 BLOCKS = {r["case"]: r for r in rows("accounting.csv")}
-PUBLISHED = rows("reference.csv")
-EDGEWORTH = {r["case"]: r["value"] for r in PUBLISHED if r["quantity"] == "edgeworth"}
+PUBLISHED = rows("other_methods.csv")
+EDGEWORTH = {case: r["paper_edgeworth"] for case, r in BLOCKS.items()}
 
 
 def published(quantity: str) -> list[Any]:
