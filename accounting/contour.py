@@ -127,14 +127,32 @@ class _Transform:
         return self.rest + self.excess
 
 
+@dataclass(frozen=True)
+class _Tails:
+    """What one output's window leaves out.
+
+    ``small`` bounds the numerator's probability of the side of small losses. On the side of large
+    losses, all at least ``level``, the probabilities under numerator and denominator are known:
+    (lower, upper) bounds.
+    """
+
+    small: float
+    large: tuple[float, float]
+    large_below: tuple[float, float]
+    level: float
+
+
+_NOTHING: Final = _Tails(0.0, (0.0, 0.0), (0.0, 0.0), math.inf)
+
+
 class _Part(Protocol):
     count: int
 
-    def cut(self, outside: float) -> None:
-        """Cuts off a set of noise whose probability under the numerator is about ``outside``."""
+    def cut(self, outside: float, cap: float) -> None:
+        """Cuts off noise of probability about ``outside``, and what loses more than ``cap``."""
 
-    def outside(self) -> float:
-        """What was cut off: its probability in one output, rounded up."""
+    def tails(self) -> _Tails:
+        """What was cut off."""
 
     def largest(self) -> float:
         """The largest loss of one output, rounded up; may be infinite."""
@@ -144,6 +162,9 @@ class _Part(Protocol):
 
     def log_mgf(self, tilt: float) -> float:
         """log phi(tilt), rounded up."""
+
+    def log_fall(self, k: float) -> float:
+        """log E exp(-k min(loss, level)) under the denominator, rounded up."""
 
     def decay(self, tilt: float, t: float, scale: float, whole: float) -> float:
         """A lower bound on -log(|phi(tilt + i t')| exp(-scale)) for all t' >= t.
@@ -184,6 +205,7 @@ class _Sampled:
         self._log_none, self._log_q = math.log1p(-self.q), math.log(self.q)
         self._lo = self._hi = 0.0
         self._edges: Array | None = None
+        self._tails, self.capped = _NOTHING, False
 
     def _k(self, tilt: float) -> float:
         return -tilt if self._add else 1.0 + tilt
@@ -221,7 +243,7 @@ class _Sampled:
         error: Array = np.where(far, coarse, fine)
         return error
 
-    def cut(self, outside: float) -> None:
+    def cut(self, outside: float, cap: float) -> None:
         left = _upper_quantile(0.5 * outside)
         right = left
         if not self._add:
@@ -229,7 +251,12 @@ class _Sampled:
             right = _upper_quantile(0.25 * outside)
             right = max(right, self.mu + _upper_quantile(included))
         self._lo, self._hi = -left - 0.01, right + 0.01
+        if not self._add:
+            at = self._noise_of(cap)
+            self.capped = at < self._hi - 0.5
+            self._hi = max(at, self._lo + 1.0) if self.capped else self._hi
         self._edges = None  # of the panels last used: they serve a real tilt as well
+        self._tails = self._measure_tails()
         # Nodes for the rough values.
         panels = max(4, min(40, math.ceil((self._hi - self._lo) * (0.25 + 0.1 * self.mu))))
         edges = np.linspace(self._lo, self._hi, panels + 1)
@@ -241,16 +268,43 @@ class _Sampled:
         keep = self._rough_base > self._rough_base.max() - 200.0
         self._rough_base, self._rough_loss = self._rough_base[keep], self._rough_loss[keep]
 
-    def outside(self) -> float:
-        def of(mean: float) -> float:
-            tails = float(log_ndtr(self._lo - mean)), float(log_ndtr(mean - self._hi))
-            return math.exp(tails[0]) + math.exp(tails[1])
+    def _noise_of(self, loss: float) -> float:
+        """About the z at which an output loses ``loss`` > 0; beyond it, it loses more."""
+        far = loss > _FAR / 2.0
+        x = loss - self._log_q if far else math.log1p(math.expm1(loss) / self.q)
+        return x / self.mu + 0.5 * self.mu
 
-        value = of(0.0)
-        if not self._add:
-            value = (1.0 - self.q) * value + self.q * of(self.mu)
-        size = max(self._lo * self._lo, self._hi * self._hi) + self.mu * self.mu
-        return value * (1.0 + 64.0 * U * (1.0 + size))
+    def beyond(self, loss: float) -> tuple[float, float]:
+        """About the probabilities of a larger loss, under numerator and denominator (remove)."""
+        z = self._noise_of(loss)
+        plain = math.exp(float(log_ndtr(-z)))
+        return (1.0 - self.q) * plain + self.q * math.exp(float(log_ndtr(self.mu - z))), plain
+
+    def _measure_tails(self) -> _Tails:
+        lo, hi, mu, q = self._lo, self._hi, self.mu, self.q
+        error = 64.0 * U * (1.0 + max(lo * lo, hi * hi) + mu * mu)
+
+        def left(mean: float) -> float:
+            return math.exp(float(log_ndtr(lo - mean)))
+
+        def right(mean: float) -> float:
+            return math.exp(float(log_ndtr(mean - hi)))
+
+        def both(value: float) -> tuple[float, float]:
+            return value * (1.0 - error), value * (1.0 + error)
+
+        if self._add:
+            return replace(_NOTHING, small=(left(0.0) + right(0.0)) * (1.0 + error))
+        small = (1.0 - q) * left(0.0) + q * left(mu)
+        mixed = (1.0 - q) * right(0.0) + q * right(mu)
+        edge = np.array([hi])
+        log_u, log_in = self._log_u(edge)
+        slack = self._loss_errors(edge, log_u, np.exp(np.minimum(0.0, log_in - log_u)) + 1e-6)
+        level = float(log_u[0] - 2.0 * slack[0])
+        return _Tails(small * (1.0 + error), both(mixed), both(right(0.0)), level)
+
+    def tails(self) -> _Tails:
+        return self._tails
 
     def largest(self) -> float:
         return -self._log_none * (1.0 + 4.0 * _LIB) if self._add else math.inf
@@ -363,17 +417,20 @@ class _Sampled:
         swing = np.minimum(2.0, t * np.abs(loss))  # bounds |exp(i t loss) - 1|
         whirl = np.abs(tilted) + weight * swing
         at_zero = 1.01 * float((whirl * (weight_error + 16.0 * _LIB)).sum()) + dropped
-        at_zero += 1.01 * float((weight * tilt * loss_error).sum())
+        at_zero += 1.01 * float((weight * abs(tilt) * loss_error).sum())
         at_zero += 1.01 * 2.0 * math.exp(log_missed + max(log_phi, 0.0) - scale)
         # The error of the products' sums, see transform.
         chunks = -(-len(loss) // _CHUNK)
         at_zero += 1.01 * 4.0 * (2 * _CHUNK + chunks + 8) * U * float((weight * swing).sum())
-        rest = math.exp(-scale) * (1.0 - self.outside())
-        at_zero += 2.0 * _LIB * rest if scale else 2.0 * self.outside()
+        tails = self._tails
+        missing = 0.5 * tails.small + 0.5 * (tails.large[0] + tails.large[1])
+        at_zero += 0.5 * tails.small + (tails.large[1] - tails.large[0])
+        rest = math.exp(-scale) * (1.0 - missing)
+        at_zero += 2.0 * _LIB * rest if scale else 0.0
         return _Rule(
             weight,
             loss,
-            math.fsum(tilted),
+            math.fsum(tilted) - (0.0 if scale else missing),
             rest if scale else 1.0,
             scale,
             at_zero,
@@ -384,6 +441,14 @@ class _Sampled:
         rule = self._weights(tilt, 0.0)
         value = (rule.rest - 1.0) + rule.excess + rule.error
         return rule.scale + math.log1p(value) + 2.0 * _LIB * (abs(value) + rule.scale)
+
+    def log_fall(self, k: float) -> float:
+        # Beyond the window: on the right exp(-k level) < 1, on the left u > 1 - q.
+        tails = self._tails
+        left = math.exp(min(float(log_ndtr(self._lo)) - k * self._log_none, _FAR))
+        beyond = tails.large_below[1] + left * (1.0 + 16.0 * _LIB * (1.0 + self._lo * self._lo))
+        value = self.log_mgf(-1.0 - k)
+        return value + beyond * math.exp(min(-value, _FAR))
 
     def transform(self, tilt: float, step: float, count: int) -> _Transform:
         rule = self._weights(tilt, step * count)
@@ -425,7 +490,7 @@ class _Sampled:
         theta = mu * y
         cos, sin = np.cos(theta), np.sin(theta)
         mod2 = (1.0 + ratio * cos) ** 2 + (ratio * sin) ** 2  # |u/p|^2
-        v = np.minimum(1.0, 4.0 * ratio / (1.0 + ratio) ** 2 * math.exp(0.5 * mu * h))
+        v = np.minimum(1.0, 4.0 * ratio / (1.0 + ratio) ** 2 * math.exp(min(0.5 * mu * h, 50.0)))
         curve = 0.25 * v / (1.0 - v * np.sin(0.5 * theta) ** 2)  # sup of |s (1 - s)| in the cell
         plain = -0.5 * x * x + k * log_u - _LOG_SQRT_2PI
         self._cells = (
@@ -506,11 +571,11 @@ class _TwoPoint:
     def __init__(self, term: ApproximateDPTerm) -> None:
         self.epsilon, self.count = float(term.epsilon), term.count
 
-    def cut(self, outside: float) -> None:
-        del outside
+    def cut(self, outside: float, cap: float) -> None:
+        del outside, cap
 
-    def outside(self) -> float:
-        return 0.0
+    def tails(self) -> _Tails:
+        return _NOTHING
 
     def largest(self) -> float:
         return self.epsilon * (1.0 + 4.0 * U)
@@ -525,6 +590,10 @@ class _TwoPoint:
     def log_mgf(self, tilt: float) -> float:
         value = float(self.rough(np.array([tilt]))[0])
         return value + 8.0 * _LIB * (1.0 + tilt * self.epsilon)
+
+    def log_fall(self, k: float) -> float:
+        # Numerator and denominator are each other's mirror images.
+        return self.log_mgf(k)
 
     def decay(self, tilt: float, t: float, scale: float, whole: float) -> float:
         del tilt, t, scale
@@ -550,11 +619,11 @@ class _Laplace:
     def __init__(self, term: LaplaceTerm) -> None:
         self.rate, self.count = term.inverse_scale, term.count
 
-    def cut(self, outside: float) -> None:
-        del outside
+    def cut(self, outside: float, cap: float) -> None:
+        del outside, cap
 
-    def outside(self) -> float:
-        return 0.0
+    def tails(self) -> _Tails:
+        return _NOTHING
 
     def largest(self) -> float:
         return self.rate
@@ -568,6 +637,10 @@ class _Laplace:
     def log_mgf(self, tilt: float) -> float:
         value = float(self.rough(np.array([tilt]))[0])
         return value + 16.0 * _LIB * (1.0 + tilt * self.rate)
+
+    def log_fall(self, k: float) -> float:
+        # Numerator and denominator are each other's mirror images.
+        return self.log_mgf(k)
 
     def decay(self, tilt: float, t: float, scale: float, whole: float) -> float:
         del tilt, t, scale
@@ -618,25 +691,98 @@ class Composition:
         # The unsampled Gaussians are one, of variance sum mu_i^2; it is rounded outward.
         self.variance = math.fsum(variances)
         self.variance_error = self.variance * 8.0 * U
+        self.heavy = direction == "remove"  # whether single outputs may lose much
         self.largest = math.inf
         if not variances:
             self.largest = math.fsum(p.count * p.largest() for p in self.parts) * (1.0 + 4.0 * U)
-        self._share = 0.0
+        self.fall_tilt = 0.0
+        self._window = (0.0, math.inf)
         self._tilts = _TILTS if len(self.parts) <= _MANY else _TILTS[::2]
 
-    def cut(self, outside: float) -> None:
-        """Sets all windows so that at most about ``outside`` is cut off in all."""
+    def cut(self, outside: float, cap: float = math.inf) -> None:
+        """Sets all windows: at most about ``outside`` is cut off, and what loses more than cap."""
         if len(self.parts) > _MANY:
             outside = 10.0 ** math.floor(math.log10(max(outside, 1e-300)) - 1.0)
-        if not 0.5 < self._share / max(outside, 1e-300) < 2.0:
-            self._share = outside
+        same = cap == self._window[1] or abs(cap / self._window[1] - 1.0) < 1e-3
+        if same and 0.5 < self._window[0] / max(outside, 1e-300) < 2.0:
+            return
+        self._window = (outside, cap)
+        for part in self.parts:
+            part.cut(outside / (part.count * len(self.parts)), cap)
+        self._rough = [part.rough(self._tilts) for part in self.parts]
+        self._log_mgf = 0.5 * self.variance * (self._tilts * self._tilts + self._tilts)
+        for part, rough in zip(self.parts, self._rough, strict=True):
+            self._log_mgf = self._log_mgf + part.count * rough
+        tails = [(part.count, part.tails()) for part in self.parts]
+        self.outside = math.fsum(n * t.small for n, t in tails) * (1.0 + 8.0 * U)
+        self.capped = any(isinstance(part, _Sampled) and part.capped for part in self.parts)
+        self.level = min((t.level for _, t in tails), default=math.inf)
+        self.large = self._any_large([(n, t.large) for n, t in tails])
+        self.large_below = self._any_large([(n, t.large_below) for n, t in tails])
+        self.large_below_sum = math.fsum(n * t.large_below[1] for n, t in tails) * (1.0 + 8.0 * U)
+
+    @staticmethod
+    def _any_large(tails: list[tuple[int, tuple[float, float]]]) -> tuple[float, float]:
+        """Bounds on 1 - prod (1 - tail)^count."""
+        low, high = (
+            -math.expm1(math.fsum(n * math.log1p(-min(t[side], 0.999)) for n, t in tails))
+            for side in (0, 1)
+        )
+        return low * (1.0 - 4.0 * _LIB), min(1.0, high * (1.0 + 4.0 * _LIB))
+
+    def large_at(self, epsilon: float) -> float:
+        """About the share of delta that outputs with a loss beyond the windows bring."""
+        if not self.large[1] > 0.0:
+            return 0.0
+        return self.large[0] - math.exp(min(epsilon, _FAR)) * self.large_below[1]
+
+    def single(self, delta: float) -> tuple[float, float]:
+        """About the epsilon at which single outputs alone make up delta, and the slope there."""
+
+        def share(epsilon: float) -> tuple[float, float]:
+            above, below = 0.0, 0.0
             for part in self.parts:
-                part.cut(outside / (part.count * len(self.parts)))
-            self._rough = [part.rough(self._tilts) for part in self.parts]
-            self._log_mgf = 0.5 * self.variance * (self._tilts * self._tilts + self._tilts)
-            for part, rough in zip(self.parts, self._rough, strict=True):
-                self._log_mgf = self._log_mgf + part.count * rough
-            self.outside = math.fsum(p.count * p.outside() for p in self.parts) * (1.0 + 8.0 * U)
+                if isinstance(part, _Sampled):
+                    a, b = part.beyond(epsilon)
+                    above, below = above + part.count * a, below + part.count * b
+            below *= math.exp(epsilon)
+            return above - below, below
+
+        low, high = 1e-12, 100.0
+        if share(low)[0] <= delta:
+            return 0.0, 1.0
+        for _ in range(40):
+            middle = math.sqrt(low * high)
+            if share(middle)[0] > delta:
+                low = middle
+            else:
+                high = middle
+        value, below = share(low)
+        return low, below / value if below > 0.0 else 1.0
+
+    def split_cap(self, epsilon: float, log_share: float) -> float:
+        """A loss that, once met, carries the sum beyond epsilon but with a small probability.
+
+        Args:
+            log_share: log of the probability that is spared for the rest falling below.
+        """
+        with np.errstate(all="ignore"):
+            # Under the denominator, E exp(-k loss) = phi(-1 - k).
+            log_mgf = 0.5 * self.variance * (self._tilts * self._tilts + self._tilts)
+            for part in self.parts:
+                log_mgf = log_mgf + part.count * part.rough(-1.0 - self._tilts)
+            gap = (log_mgf - log_share) / self._tilts
+        gap = np.where(np.isfinite(gap), gap, np.inf)
+        i = int(np.argmin(gap))
+        self.fall_tilt = float(self._tilts[i])
+        return epsilon + max(float(gap[i]), 1e-300)
+
+    def log_fall(self) -> float:
+        """log E exp(-k S) under the denominator at k = ``fall_tilt``, rounded up."""
+        k = self.fall_tilt
+        parts = [p.count * p.log_fall(k) for p in self.parts]
+        parts.append(0.5 * self.variance * (k * k + k) * (1.0 + 16.0 * U))
+        return math.fsum(parts) + 4.0 * U * math.fsum(map(abs, parts))
 
     def chernoff_epsilon(self, log_delta: float) -> tuple[float, float]:
         """(about the Chernoff bound on epsilon, the tilt that gives it)."""
@@ -662,16 +808,16 @@ class Composition:
         self,
         epsilon: float,
         log_delta: float,
-        slope: float,
         accuracy: float,
+        smoothing: float,
         most_lost: float,
         spare: float = 0.0,
     ) -> _Plan:
         """Parameters for a bound near (epsilon, delta) with relative accuracy in delta.
 
         Args:
-            slope: about -d log delta / d epsilon there.
             accuracy: the wanted relative width of delta's bracket.
+            smoothing: the smoothing Gaussian's width, where the transform does not decay.
             most_lost: how many nats of Psi(c) exp(-c epsilon) may cancel.
             spare: nats to spare in what is cut off, for the sake of other epsilons.
         """
@@ -687,14 +833,14 @@ class Composition:
                 right = np.minimum(right, (self.largest - epsilon) * (1.0 + 1e-9))
             period = np.where(second > tilts, np.maximum(left, right), np.inf)
             cost = period * (np.sqrt(nats + lost) * (1.0 + 0.02 * lost))[:, None]
-            cost[~(lost < max(most_lost, float(np.nanmin(lost)) + 0.5))] = np.inf
+            over = np.maximum(lost - max(most_lost, float(np.nanmin(lost))), 0.0)
+            cost = cost * np.exp(np.minimum(0.7 * over, 300.0))[:, None]
             cost = np.where(np.isfinite(cost), cost, np.inf)
         i, j = divmod(int(np.argmin(cost)), len(self._tilts))
         if not math.isfinite(cost[i, j]):
             raise OutOfReach("no contour was found")
         tilt = float(self._tilts[i])
         scales = tuple(float(rough[i]) for rough in self._rough)
-        smoothing = math.sqrt(0.8 * accuracy / ((slope + 1.0) * max(slope, 1e-12)))
         stretch = 1.0
         reach, plain = self._reach(
             tilt, scales, nats + float(lost[i]) + 1.0, tight - nats, smoothing
@@ -807,11 +953,14 @@ class Contour:
         weight = np.full(count, step / math.pi)
         weight[0] *= 0.5
         plain = 1.0 / (s * (s + 1.0))
-        up = np.exp(0.5 * tau2 * (s * s + s)) * plain
-        # exp(tau^2 s^2/2)/s - exp(tau^2 (s+1)^2/2)/(s+1), without its cancellation
-        bent = s * np.expm1(tau2 * (s + 0.5))
-        low = np.exp(0.5 * tau2 * s * s) * plain
-        low, low_size = low * (1.0 - bent), np.abs(low) * (1.0 + np.abs(bent))
+        with np.errstate(all="ignore"):
+            up = np.exp(0.5 * tau2 * (s * s + s)) * plain
+            # exp(tau^2 s^2/2)/s - exp(tau^2 (s+1)^2/2)/(s+1), without its cancellation
+            bent = s * np.expm1(tau2 * (s + 0.5))
+            low = np.exp(0.5 * tau2 * s * s) * plain
+            low, low_size = low * (1.0 - bent), np.abs(low) * (1.0 + np.abs(bent))
+        if not (np.isfinite(up).all() and np.isfinite(low).all()):
+            raise OutOfReach("the smoothing leaves double precision")
         kernel_error = 4.0 * _LIB * (1.0 + tau2 * np.abs(s + 1.0) ** 2)
         self._up, self._low = psi * up * weight, psi * low * weight
         # What each sum may be off by: a constant, and a part proportional to |epsilon|.
@@ -836,7 +985,14 @@ class Contour:
         self._second = plan.second_tilt
         self._log_mgf_second: float | None = None
         self._whole = whole
-        self.outside = whole.outside
+        self.outside, self._level = whole.outside, whole.level
+        self._large, self._large_below = whole.large, whole.large_below
+        self._large_below_sum = whole.large_below_sum
+        self._fall_tilt = whole.fall_tilt if whole.capped else 0.0
+        try:
+            self._log_fall = whole.log_fall() if whole.capped else 0.0
+        except OutOfReach:
+            self._log_fall = math.inf
         self._smoothing = plan.smoothing
 
     def _log_mgf(self) -> float:
@@ -863,7 +1019,20 @@ class Contour:
         fixed, per_epsilon = self._errors[0]
         value = np.maximum(self._sum(self._up, epsilon), 0.0) + self._truncation[0]
         value = value + fixed + per_epsilon * np.abs(epsilon)
-        bound: Array = front * value * (1.0 + error + 1e-13) + self.outside
+        value = front * value * (1.0 + error + 1e-13) + self.outside
+        # Where an output loses more than the level, the sum falls below epsilon only if the rest
+        # of it does by the gap.
+        fall = np.ones_like(epsilon)
+        if self._fall_tilt > 0.0 and self._log_fall < math.inf:
+            gap = self._fall_tilt * (self._level - epsilon)
+            exponent = self._log_fall - gap
+            exponent = exponent + 8.0 * _LIB * (abs(self._log_fall) + np.abs(gap))
+            fall = np.exp(np.minimum(exponent, 0.0)) * (1.0 + 2.0 * _LIB)
+        scale = np.exp(np.minimum(epsilon, _FAR)) * (1.0 + 2.0 * _LIB)
+        large = self._large[1] - scale * (1.0 - 4.0 * _LIB) * self._large_below[0]
+        large = large + scale * np.minimum(fall, 1.0) * self._large_below_sum
+        # Nor can large losses bring more than their probability.
+        bound: Array = value + np.minimum(large, self._large[1])
         return bound
 
     def lower(self, epsilon: Array) -> Array:
@@ -873,7 +1042,9 @@ class Contour:
         value = self._sum(self._low, epsilon) - self._truncation[1]
         value = value - fixed - per_epsilon * np.abs(epsilon)
         value = front * value * (1.0 - np.sign(value) * (error + 1e-13))
-        bound: Array = value - self._alias(epsilon)
+        scale = np.exp(np.minimum(epsilon, _FAR)) * (1.0 + 2.0 * _LIB)
+        large = np.maximum(self._large[0] - scale * self._large_below[1], 0.0)
+        bound: Array = value - self._alias(epsilon) + large
         return bound
 
     def _alias(self, epsilon: Array) -> Array:
@@ -911,8 +1082,11 @@ class Contour:
     def slope(self, epsilon: float) -> float:
         """About -d log delta / d epsilon."""
         at = np.array([epsilon])
-        value = float(self._sum(self._up, at)[0])
-        change = float(self._sum(self.s * self._up, at)[0])
+        front = float(self._front(at)[0][0])
+        large = math.exp(min(epsilon, _FAR)) * self._large_below[0]
+        value = front * float(self._sum(self._up, at)[0]) + max(self._large[0] - large, 0.0)
+        change = front * float(self._sum(self.s * self._up, at)[0])
+        change += large if self._large[0] > large else 0.0
         return change / value if value > 0.0 and change > 0.0 else self._c
 
 
@@ -950,13 +1124,13 @@ def epsilon(
     whole.cut(delta * 1e-4)
     bound, slope = whole.chernoff_epsilon(log_delta)
     at = max(bound - 1.5 / slope, 0.0)
-    most_lost, loosen, tighten, outside = 20.0, 1.0, 1.0, 0.03
-    for _ in range(6):
+    most_lost, loosen, tighten, outside, single = 20.0, 1.0, 1.0, 0.03, whole.heavy
+    for _ in range(8):
         width = max(tolerance(at), 1e-6 * min(1.0, 1.0 / slope)) * loosen
         accuracy = min(width * slope * tighten, 0.3)
-        whole.cut(delta * min(2e-3, max(1e-9, outside * accuracy)))
+        share = min(2e-3, max(1e-9, outside * accuracy))
         try:
-            plan = whole.plan(at, log_delta, slope, accuracy, most_lost)
+            plan = _planned(whole, at, delta, slope, accuracy, most_lost, share)
             contour = Contour(whole, plan)
         except OutOfReach as stop:
             reason = str(stop)
@@ -974,8 +1148,17 @@ def epsilon(
         if high == math.inf:
             loosen *= 10.0
             continue
-        new_at = 0.5 * (low + high) if low > 0.5 * high else high
-        new_slope = contour.slope(new_at)
+        if low > 0.5 * high:
+            new_at, new_slope = 0.5 * (low + high), contour.slope(0.5 * (low + high))
+        else:
+            # Far off. Perhaps single outputs decide; else somewhere in between.
+            alone, its_slope = whole.single(delta) if single else (0.0, 1.0)
+            single = False
+            if low < alone < high:
+                new_at, new_slope = alone, its_slope
+            else:
+                new_at = math.sqrt(max(low, 0.01 * high) * high)
+                new_slope = contour.slope(new_at)
         excess = terms["rounding_and_quadrature"] / (0.2 * accuracy * delta)
         moved = abs(at - new_at) * slope > 0.05 or abs(math.log(new_slope / slope)) > 0.02
         if excess > 1.0:
@@ -988,6 +1171,52 @@ def epsilon(
     if high == math.inf:
         raise OutOfReach(reason or "no upper bound was found")
     return Found(low, high, terms, reason)
+
+
+def _planned(
+    whole: Composition,
+    epsilon: float,
+    delta: float,
+    slope: float,
+    accuracy: float,
+    most_lost: float,
+    share: float,
+    spare: float = 0.0,
+) -> _Plan:
+    """The plan for bounds near (epsilon, delta), with windows set for it.
+
+    Where the transform does not decay by itself, a few single outputs decide, and large losses
+    are better split off: then the tilt can follow the curve, and the windows are short.
+    """
+    outside = max(delta * share * math.exp(-spare), 1e-305)
+    whole.cut(outside)
+    # Smoothing moves delta by about tau^2 delta''/2.
+    smoothing = math.sqrt(0.8 * accuracy / ((slope + 1.0) * max(slope, 1e-12)))
+    log_delta = math.log(delta)
+    plan: _Plan | None
+    try:
+        plan = whole.plan(epsilon, log_delta, accuracy, smoothing, most_lost, spare)
+    except OutOfReach:
+        plan = None
+    if plan is not None and (plan.smoothing == 0.0 or spare > 0.0 or not whole.heavy):
+        return plan
+    log_share = math.log(outside) - epsilon
+    for _ in range(2):
+        below = math.log(max(whole.large_below_sum, 1e-300))
+        # With room for a guess at epsilon that is too low.
+        whole.cut(outside, whole.split_cap(epsilon, log_share - below) + 1.0 / slope)
+        if not whole.capped:
+            break
+    if whole.capped:
+        rest = max(delta - whole.large_at(epsilon), 0.02 * delta)
+        finer = min(accuracy * delta / rest, 0.3)
+        split = whole.plan(epsilon, math.log(rest), finer, smoothing, most_lost, spare)
+        if plan is None or split.reach * split.period < 0.7 * plan.reach * plan.period:
+            return split
+    whole.cut(outside)
+    if plan is None:
+        raise OutOfReach("no contour was found")
+    return plan
 
 
 def _solve(contour: Contour, delta: float, start: float, slope: float) -> tuple[float, float]:
@@ -1003,7 +1232,7 @@ def _solve(contour: Contour, delta: float, start: float, slope: float) -> tuple[
     step = 1e-9 * max(high, 1e-9)
     while high < 1e300 and not at(contour.upper, high) <= delta:
         high, step = high + step, 4.0 * step
-    if not at(contour.upper, high) <= delta:
+    if not (high < 1e300 and at(contour.upper, high) <= delta):
         high = math.inf
     low = _root(lambda x: at(contour.lower, x), delta, high if high < math.inf else start, slope)
     step = 1e-9 * max(low, 1e-9)
@@ -1152,9 +1381,11 @@ def _one_delta(
     terms: dict[str, float] = {}
     spare = 8.0 if len(epsilons) > 1 else 0.0
     for _ in range(4):
-        whole.cut(max(math.exp(max(log_delta - spare, -_FAR)) * outside * ACCURACY, 1e-305))
+        guess = max(math.exp(max(log_delta, -_FAR)), 1e-300)
         try:
-            plan = whole.plan(at, log_delta, slope, 0.7 * ACCURACY, most_lost, spare)
+            plan = _planned(
+                whole, at, guess, slope, 0.7 * ACCURACY, most_lost, outside * ACCURACY, spare
+            )
             contour = Contour(whole, plan)
         except OutOfReach:
             break
@@ -1166,8 +1397,9 @@ def _one_delta(
         terms = contour.error_terms(at)
         if upper - lower <= ACCURACY * upper or upper < LEAST_DELTA:
             break
+        spare = 0.0
         excess = terms["rounding_and_quadrature"] / (0.2 * ACCURACY * upper)
         if excess > 1.0:
-            most_lost, outside, spare = plan.lost - math.log(excess) - 1.0, 0.15, 0.0
+            most_lost, outside = plan.lost - math.log(excess) - 1.0, 0.15
         log_delta, slope = min(math.log(upper), -1e-9), contour.slope(at)
     return terms
