@@ -975,11 +975,13 @@ class Contour:
         a, w2 = float(t[-1]), variance * (1.0 - 8.0 * U) + tau2
         tail = -0.5 * w2 * a * a - log_decay - start
         inverse = 1.0 / (w2 * a * a) if w2 > 0.0 else math.inf
+        bend = 0.5 * tau2 * (c + 1.0) ** 2
+        if not bend + max(tail, 0.0) < _FAR:
+            raise OutOfReach("the smoothing leaves double precision")
         first = math.exp(0.5 * tau2 * (c * c + c) + tail) / math.pi * min(1.0, inverse) / a
-        if tau2 == 0.0:
-            second = first
-        else:
-            both = math.exp(0.5 * tau2 * c * c) + math.exp(0.5 * tau2 * (c + 1.0) ** 2)
+        second = first
+        if tau2 > 0.0:
+            both = math.exp(0.5 * tau2 * c * c) + math.exp(bend)
             second = both * math.exp(tail) / math.pi * inverse
         self._truncation = first * (1.0 + 1e-6), second * (1.0 + 1e-6)
         self._second = plan.second_tilt
