@@ -83,11 +83,12 @@ _SECONDS_PER_POWER: Final = 1.0e-6
 _SECONDS_PER_PRODUCT: Final = 1.0e-7
 _SECONDS_PER_NODE: Final = 3.0e-5
 _MOST_LOST: Final = 300.0  # nats by which Psi(c) e^{-c x} may exceed delta
+_MOST_LOST_RIGHT: Final = 25.0
 _ROUGH: Final = 0.05
 _MOST_RESPONSES: Final = 100_000
 # Candidates for c2 over the saddle.
 _RIGHT: Final = (0.5, 0.7, 0.85, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
-_LEAST_C: Final = 1e-2
+_LEAST_C: Final = 1e-5
 _MOST_C: Final = 1e12
 
 
@@ -259,7 +260,7 @@ def _left_out(pair: _Sampled, lattice: _Lattice) -> Ball:
         if a > b:
             continue
         bound = pair.block(h, a, b)
-        if b - a < 2 or bound < enough:
+        if a == b or bound < enough:
             total += bound
         else:
             middle = (a + b) // 2
@@ -487,30 +488,35 @@ class _Curve:
         down = -log_delta - math.log(width) + 3.0
         most = self.direction.most()
         ends = math.inf if most is None else float(most)
-        best: tuple[float, float, float, float] | None = None
-        for i in range(1, 21):
-            c = saddle * i / 20.0
+        best = (math.inf, 0.0, 0.0, 0.0)  # the period, what is lost, c, c2
+        # Left of the saddle copies on the right fade sooner; right of it those on the left do,
+        # which matters where delta is near 1 and the saddle near 0.
+        far = [saddle * 1.6**i for i in range(1, 30)]
+        ahead = [saddle * f for f in _RIGHT]
+        pairs = [(saddle * i / 20.0, ahead) for i in range(1, 21)]
+        pairs += [(c, far[i + 1 : i + 4]) for i, c in enumerate(far[:-1])]
+        for c, candidates in pairs:
             lost = self.log_psi(c) - c * x - log_delta
+            if c > saddle and not lost < _MOST_LOST_RIGHT:
+                break
             if not lost < _MOST_LOST:
                 continue
             if ends < math.inf:
                 # S ends: far enough out no copy on the right is left to be taken off.
-                best = min(best or (math.inf,) * 4, (max(down / c, ends - x), lost, c, 0.0))
-            for f in _RIGHT:
-                # Often a wall rises just right of the saddle: a single inclusion's own tail.
-                c2 = saddle * f
+                best = min(best, (max(down / c, 1.0001 * (ends - x)), lost, c, 0.0))
+            # Often a wall rises just right of the saddle: a single inclusion's own tail.
+            for c2 in candidates:
                 if c2 > c:
                     right = self.log_psi(c2) + _kappa(c2) - c2 * x + down
-                    t = max(down / c, right / (c2 - c))
-                    best = min(best or (math.inf,) * 4, (t, lost, c, c2))
-        if best is None or not 0.0 < best[0] < math.inf:
+                    best = min(best, (max(down / c, right / (c2 - c)), lost, c, c2))
+        period, lost, c, c2 = best
+        if not 0.0 < period < math.inf:
             raise UndecidableBound("no contour was found")
-        period, _, c, c2 = best
         dt = 2.0 * math.pi / period
-        tau = math.sqrt(0.5 * width / (saddle * (saddle + 1.0)))
+        tau = min(math.sqrt(0.5 * width / (saddle * (saddle + 1.0))), 1.0 / c)
         decay = tau * tau + float(self.direction.variance())
-        lost = max(self.log_psi(c) - c * x - log_delta, 0.0)
-        t_max = math.sqrt(2.0 * (lost - math.log(width) + 4.0) / decay)
+        lost = max(lost, 0.0)
+        t_max = math.sqrt(2.0 * (lost - math.log(width) + 4.5) / decay)
         if not t_max / dt < _MOST_NODES:
             raise UndecidableBound(f"{t_max / dt:.3g} nodes are too many")
         bits = _ACCURACY + math.ceil((lost - math.log(width)) / math.log(2.0))
