@@ -61,6 +61,7 @@ _SEMI_X: Final = 0.5 * (_RHO + 1.0 / _RHO)
 _SEMI_Y: Final = 0.5 * (_RHO - 1.0 / _RHO)
 _LOG_ELLIPSE: Final = math.log(64.0 / 15.0) - 2.0 * _NODES * np.log(_RHO) - np.log1p(-(_RHO**-2.0))
 _QUADRATURE: Final = -39.5  # log of the share of phi(c) that quadrature may miss
+_GRID: Final = 2.0**24
 _CHUNK: Final = 512  # nodes summed at a time: bounds the rounding of a sum, and memory
 
 _MANY: Final = 24  # parts beyond which parameters are chosen with less care
@@ -82,6 +83,11 @@ def _kappa(c: Array) -> Array:
     """log of sup over y of (1 - e^-y) e^-cy."""
     value: Array = c * np.log(c) - (1.0 + c) * np.log1p(c)
     return value
+
+
+def _on_grid(x: float) -> float:
+    """x on a grid so coarse that sums and halves of its points are exact doubles."""
+    return math.floor(x * _GRID) / _GRID
 
 
 def _dyadic(x: float) -> float:
@@ -117,9 +123,7 @@ class _Transform:
             value = 0.5 * np.log1p(np.maximum(square, -1.0)) + 1j * np.arctan2(y, 1.0 + x)
             size = np.abs(x) + np.abs(y)
             modulus2 = np.maximum(1.0 + square, 1e-300)
-            return value, 2.0 * _LIB * (
-                np.minimum(size, 4.0) * (1.0 + size) / modulus2 + np.abs(value)
-            )
+            return value, 2.0 * _LIB * (size * (1.0 + size) / modulus2 + np.abs(value))
         value = np.log(self.values())
         return value, _LIB * (6.0 + np.abs(value.real))
 
@@ -205,10 +209,11 @@ class _Sampled:
         self._log_none, self._log_q = math.log1p(-self.q), math.log(self.q)
         self._lo = self._hi = 0.0
         self._edges: Array | None = None
+        self._decay_tilt = math.nan
         self._tails, self.capped = _NOTHING, False
 
     def _k(self, tilt: float) -> float:
-        return -tilt if self._add else 1.0 + tilt
+        return 0.0 - tilt if self._add else 1.0 + tilt
 
     def _log_u(self, z: Array) -> tuple[Array, Array]:
         """(log u, log(q w)) at z."""
@@ -250,12 +255,13 @@ class _Sampled:
             included = 0.25 * outside / self.q
             right = _upper_quantile(0.25 * outside)
             right = max(right, self.mu + _upper_quantile(included))
-        self._lo, self._hi = -left - 0.01, right + 0.01
+        self._lo, self._hi = _on_grid(-left - 0.01), _on_grid(right + 0.01)
         if not self._add:
             at = self._noise_of(cap)
             self.capped = at < self._hi - 0.5
-            self._hi = max(at, self._lo + 1.0) if self.capped else self._hi
+            self._hi = max(_on_grid(at), self._lo + 1.0) if self.capped else self._hi
         self._edges = None  # of the panels last used: they serve a real tilt as well
+        self._decay_tilt = math.nan
         self._tails = self._measure_tails()
         # Nodes for the rough values.
         panels = max(4, min(40, math.ceil((self._hi - self._lo) * (0.25 + 0.1 * self.mu))))
@@ -334,17 +340,23 @@ class _Sampled:
             if not total[-1] * _NODES < MAX_Z_NODES:
                 raise OutOfReach("the transform needs too many nodes")
             even = np.linspace(0.0, total[-1], max(2, math.ceil(total[-1])) + 1)
-            edges = np.interp(even, total, grid)
+            edges = np.round(np.interp(even, total, grid) * _GRID) / _GRID
             edges[0], edges[-1] = self._lo, self._hi
         while True:
-            log_error = self._panel_errors(edges[:-1], edges[1:], k, t) - log_phi
-            bad = log_error > _QUADRATURE - math.log(len(log_error))
+            # Of the integrand, and of the density alone: their difference is what is summed.
+            log_error = np.logaddexp(
+                self._panel_errors(edges[:-1], edges[1:], k, t),
+                self._panel_errors(edges[:-1], edges[1:], self._k(0.0), 0.0),
+            )
+            bad = log_error > max(log_phi, 0.0) + _QUADRATURE - math.log(len(log_error))
             if not bad.any():
                 self._edges = edges
-                return edges, float(np.log(np.exp(log_error).sum())) + 1e-9
+                most = float(log_error.max())
+                return edges, most + math.log(float(np.exp(log_error - most).sum())) + 1e-6
             if len(edges) * _NODES > MAX_Z_NODES:
                 raise OutOfReach("the transform needs too many nodes")
-            edges = np.sort(np.concatenate([edges, 0.5 * (edges[:-1] + edges[1:])[bad]]))
+            middle = np.round(0.5 * (edges[:-1] + edges[1:])[bad] * _GRID) / _GRID
+            edges = np.unique(np.concatenate([edges, middle]))
 
     def _panel_errors(self, left: Array, right: Array, k: float, t: float) -> Array:
         """log of the error bound of each panel, the best of the ellipses tried.
@@ -368,7 +380,7 @@ class _Sampled:
         arg = np.arctan2(ratio * np.sin(angle), 1.0 + ratio * np.cos(angle))
         arg = np.where(small & (theta > 0.5 * math.pi), np.arcsin(clipped), arg)
         arg = np.where((ratio >= 0.98) & (ratio < 1.0), angle, arg)
-        if k > 0.0:
+        if k >= 0.0:
             log_power = k * log_top
         else:
             log_cos = np.log(np.cos(0.5 * angle))
@@ -378,8 +390,8 @@ class _Sampled:
         value = 0.5 * (b * b - nearest * nearest) - _LOG_SQRT_2PI + log_power + t * arg
         value = value + np.log(radius) + _LOG_ELLIPSE
         best: Array = np.where(small | narrow, value, math.inf).min(axis=0)
-        # The exponents' own rounding is far below 1e-9 wherever the bound is of use.
-        return best + 1e-9
+        # The exponents' own rounding, far below this wherever the bound is of use.
+        return best + 1e-6 + 64.0 * U * abs(k) * float(np.abs(log_top).max())
 
     def _weights(self, tilt: float, t: float) -> _Rule:
         """The quadrature rule for phi(tilt + i t'), |t'| <= t."""
@@ -413,12 +425,13 @@ class _Sampled:
         weight, untilted, loss = weight[keep], untilted[keep], loss[keep]
         weight_error, loss_error = weight_error[keep], loss_error[keep]
         gain = tilt * loss
+        weight_error = weight_error + 4.0 * U * np.abs(gain)
         tilted = np.where(gain < 1.0, untilted * np.expm1(np.minimum(gain, 1.0)), weight - untilted)
         swing = np.minimum(2.0, t * np.abs(loss))  # bounds |exp(i t loss) - 1|
-        whirl = np.abs(tilted) + weight * swing
+        whirl = np.where(gain < 1.0, np.abs(tilted), weight + untilted) + weight * swing
         at_zero = 1.01 * float((whirl * (weight_error + 16.0 * _LIB)).sum()) + dropped
         at_zero += 1.01 * float((weight * abs(tilt) * loss_error).sum())
-        at_zero += 1.01 * 2.0 * math.exp(log_missed + max(log_phi, 0.0) - scale)
+        at_zero += 1.01 * math.exp(log_missed - scale)
         # The error of the products' sums, see transform.
         chunks = -(-len(loss) // _CHUNK)
         at_zero += 1.01 * 4.0 * (2 * _CHUNK + chunks + 8) * U * float((weight * swing).sum())
@@ -445,10 +458,13 @@ class _Sampled:
     def log_fall(self, k: float) -> float:
         # Beyond the window: on the right exp(-k level) < 1, on the left u > 1 - q.
         tails = self._tails
-        left = math.exp(min(float(log_ndtr(self._lo)) - k * self._log_none, _FAR))
-        beyond = tails.large_below[1] + left * (1.0 + 16.0 * _LIB * (1.0 + self._lo * self._lo))
+        left = float(log_ndtr(self._lo)) - k * self._log_none
         value = self.log_mgf(-1.0 - k)
-        return value + beyond * math.exp(min(-value, _FAR))
+        if not (left < _FAR and value > -1.0):
+            return math.inf
+        beyond = tails.large_below[1]
+        beyond += math.exp(left) * (1.0 + 32.0 * _LIB * (1.0 + self._lo * self._lo + abs(left)))
+        return value + beyond * math.exp(-value) * (1.0 + 8.0 * _LIB)
 
     def transform(self, tilt: float, step: float, count: int) -> _Transform:
         rule = self._weights(tilt, step * count)
@@ -475,7 +491,7 @@ class _Sampled:
     # -- decay -------------------------------------------------------------------------------------
 
     def _prepare_decay(self, tilt: float) -> None:
-        if getattr(self, "_decay_tilt", None) == tilt:
+        if self._decay_tilt == tilt:
             return
         self._decay_tilt = tilt
         k, mu = self._k(tilt), self.mu
@@ -490,7 +506,8 @@ class _Sampled:
         theta = mu * y
         cos, sin = np.cos(theta), np.sin(theta)
         mod2 = (1.0 + ratio * cos) ** 2 + (ratio * sin) ** 2  # |u/p|^2
-        v = np.minimum(1.0, 4.0 * ratio / (1.0 + ratio) ** 2 * math.exp(min(0.5 * mu * h, 50.0)))
+        widen = math.exp(0.5 * mu * h) if mu * h < _FAR else math.inf
+        v = np.minimum(1.0, 4.0 * ratio / (1.0 + ratio) ** 2 * widen)
         curve = 0.25 * v / (1.0 - v * np.sin(0.5 * theta) ** 2)  # sup of |s (1 - s)| in the cell
         plain = -0.5 * x * x + k * log_u - _LOG_SQRT_2PI
         self._cells = (
@@ -504,6 +521,9 @@ class _Sampled:
         )
         below = h * np.exp(-(1.0 + max(0.0, -k) * mu * mu * 0.25 * v) * h * h / 24.0)
         self._cell_h, self._cell_low = h, below
+        self._cell_slack = (
+            64.0 * U * (1.0 + float(np.abs(plain).max()) + abs(k) * float(np.abs(log_u).max()))
+        )
         self._prepare_uprights(edges, k, y)
 
     def _prepare_uprights(self, edges: Array, k: float, y: Array) -> None:
@@ -553,8 +573,9 @@ class _Sampled:
         by_split = by_split + upright[:, :-1] + upright[:, -1:]
         by_shift = moved_right[:, 0] + upright[:, 0] + upright[:, -1]
         least = min(float(by_split.min()), float(by_shift.min()))
-        # 1e-11 covers the rounding of the sums above.
-        least = min(least * (1.0 + 1e-9) + 1e-11, whole)
+        # The rounding of the exponents, and of the sums.
+        slack = self._cell_slack + 64.0 * U * math.pi * t + 256.0 * U
+        least = min(least + slack * (2.0 * whole + least), whole)
         return -math.log(least) if least > 0.0 else -math.log(whole)
 
 
@@ -906,6 +927,7 @@ class Contour:
         self.s = s = c + 1j * t
         log_psi = np.zeros(count, dtype=np.complex128)
         above, below, rounded = np.zeros(count), np.zeros(count), np.zeros(count)
+        log_size = np.zeros(count)
         base, size, work, log_decay = [], 0.0, 0, 0.0
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             for part in whole.parts:
@@ -915,13 +937,14 @@ class Contour:
                     raise OutOfReach("the transform needs too much work")
                 base.append(part.count * found.scale)
                 size += abs(part.count * found.scale)
-                modulus = np.abs(found.values())
+                modulus = np.abs(found.values()) * (1.0 + 4.0 * U)
                 log_value, log_error = found.log()
                 log_psi += part.count * log_value
-                relative = np.log1p(found.error / modulus)
-                above += part.count * (log_value.real + relative)
-                below += part.count * relative
-                rounded += part.count * (log_error + U * np.abs(log_value))
+                most_log = np.log(modulus + found.error)
+                above += part.count * (most_log + _LIB * np.abs(most_log) + 4.0 * U)
+                below += part.count * np.log1p(found.error / modulus) * (1.0 + 4.0 * _LIB)
+                rounded += part.count * log_error
+                log_size += part.count * np.abs(log_value)
                 whole_value = float(found.values()[0].real + found.error[0]) * (1.0 + 4.0 * U)
                 if log_decay < _ENOUGH:
                     at_end = part.decay(c, float(t[-1]), found.scale, whole_value)
@@ -933,6 +956,7 @@ class Contour:
         base.append(float(gauss[0].real))
         size += float(gauss[0].real)
         gauss = gauss - gauss[0].real
+        rounded += (len(whole.parts) + 8) * U * log_size
         start = float(log_psi[0].real)
         base.append(start)
         size += abs(start)
@@ -1008,7 +1032,8 @@ class Contour:
 
     def _front(self, epsilon: Array) -> tuple[Array, Array]:
         """exp(base - c epsilon) and its relative error."""
-        front = np.exp(np.minimum(self._base - self._c * epsilon, _FAR))
+        exponent = self._base - self._c * epsilon
+        front = np.where(exponent < _FAR, np.exp(np.minimum(exponent, _FAR)), math.inf)
         return front, 4.0 * _LIB * (1.0 + self._size + np.abs(self._c * epsilon))
 
     def _sum(self, terms: Complex, epsilon: Array) -> Array:
@@ -1034,8 +1059,9 @@ class Contour:
         large = self._large[1] - scale * (1.0 - 4.0 * _LIB) * self._large_below[0]
         large = large + scale * np.minimum(fall, 1.0) * self._large_below_sum
         # Nor can large losses bring more than their probability.
-        bound: Array = value + np.minimum(large, self._large[1])
-        return bound
+        large = np.where(epsilon < _FAR, np.minimum(large, self._large[1]), self._large[1])
+        bound = value + large
+        return np.where(np.isnan(bound), math.inf, bound)
 
     def lower(self, epsilon: Array) -> Array:
         """Lower bounds on delta at each epsilon; may be negative."""
@@ -1046,8 +1072,9 @@ class Contour:
         value = front * value * (1.0 - np.sign(value) * (error + 1e-13))
         scale = np.exp(np.minimum(epsilon, _FAR)) * (1.0 + 2.0 * _LIB)
         large = np.maximum(self._large[0] - scale * self._large_below[1], 0.0)
-        bound: Array = value - self._alias(epsilon) + large
-        return bound
+        large = np.where(epsilon < _FAR, large, 0.0)
+        bound = value - self._alias(epsilon) + large
+        return np.where(front < math.inf, bound, -math.inf)
 
     def _alias(self, epsilon: Array) -> Array:
         """Upper bounds on the other terms of the lower sum."""
@@ -1172,6 +1199,8 @@ def epsilon(
         at, slope = new_at, new_slope
     if high == math.inf:
         raise OutOfReach(reason or "no upper bound was found")
+    if low > high:
+        raise OutOfReach("the bounds contradict each other")
     return Found(low, high, terms, reason)
 
 
