@@ -60,7 +60,7 @@ _RHO: Final = np.array([1.25, 1.5, 1.8, 2.2, 2.8, 3.6, 5.0, 8.0])[:, None]
 _SEMI_X: Final = 0.5 * (_RHO + 1.0 / _RHO)
 _SEMI_Y: Final = 0.5 * (_RHO - 1.0 / _RHO)
 _LOG_ELLIPSE: Final = math.log(64.0 / 15.0) - 2.0 * _NODES * np.log(_RHO) - np.log1p(-(_RHO**-2.0))
-_QUADRATURE: Final = -39.5  # log of the share of phi(c) that quadrature may miss
+_QUADRATURE: Final = -42.0  # log of the share of phi(c) that quadrature may miss
 _GRID: Final = 2.0**24
 _CHUNK: Final = 512  # nodes summed at a time: bounds the rounding of a sum, and memory
 
@@ -1229,8 +1229,10 @@ def _planned(
         plan = whole.plan(epsilon, log_delta, accuracy, smoothing, most_lost, spare)
     except OutOfReach:
         plan = None
-    if plan is not None and (plan.smoothing == 0.0 or spare > 0.0 or not whole.heavy):
-        return plan
+    if plan is not None:
+        decays = plan.smoothing == 0.0 and plan.lost <= most_lost
+        if decays or spare > 0.0 or not whole.heavy:
+            return plan
     log_share = math.log(outside) - epsilon
     for _ in range(2):
         below = math.log(max(whole.large_below_sum, 1e-300))
@@ -1242,7 +1244,8 @@ def _planned(
         rest = max(delta - whole.large_at(epsilon), 0.02 * delta)
         finer = min(accuracy * delta / rest, 0.3)
         split = whole.plan(epsilon, math.log(rest), finer, smoothing, most_lost, spare)
-        if plan is None or split.reach * split.period < 0.7 * plan.reach * plan.period:
+        shorter = plan is None or split.reach * split.period < 0.7 * plan.reach * plan.period
+        if shorter or (plan is not None and plan.lost > max(most_lost, split.lost + 0.5)):
             return split
     whole.cut(outside)
     if plan is None:
