@@ -6,17 +6,20 @@ what only reads or writes mechanisms doesn't pay for them.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from accounting.mechanisms import mechanism_from_json, mechanism_to_json
 
 if TYPE_CHECKING:
     from accounting.bounds import Bracket, DeltaBracket, Limits, delta, epsilon, profile
+    from accounting.reference import compare
 
 __all__ = [
     "Bracket",
     "DeltaBracket",
     "Limits",
+    "compare",
     "delta",
     "epsilon",
     "mechanism_from_json",
@@ -24,12 +27,22 @@ __all__ = [
     "profile",
 ]
 
-_LATE = frozenset({"Bracket", "DeltaBracket", "Limits", "delta", "epsilon", "profile"})
+_LATE = {
+    "Bracket": "bounds",
+    "DeltaBracket": "bounds",
+    "Limits": "bounds",
+    "compare": "reference",
+    "delta": "bounds",
+    "epsilon": "bounds",
+    "profile": "bounds",
+}
+# Modules that can be called: accounting.calibrate(m, ...), accounting.tradeoff(m, ...).
+_CALLABLE = frozenset({"calibrate", "tradeoff"})
 
 
 def __getattr__(name: str) -> object:
     if name in _LATE:
-        from accounting import bounds
-
-        return getattr(bounds, name)
+        return getattr(importlib.import_module(f"accounting.{_LATE[name]}"), name)
+    if name in _CALLABLE:
+        return importlib.import_module(f"accounting.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, cast
@@ -888,3 +890,13 @@ def _height(epsilon: float, target: float) -> float:
     if not epsilon < math.inf:
         return _CAP
     return min(max(math.log(epsilon) - math.log(target), -_CAP), _CAP)
+
+
+class _CallableModule(types.ModuleType):
+    """The package's face has a call and a module of one name: ``accounting.calibrate(m, ...)``."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return calibrate(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule

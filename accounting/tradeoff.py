@@ -40,10 +40,12 @@ where the two directions differ, f is what mixing them would give.
 from __future__ import annotations
 
 import math
+import sys
 import time
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from accounting import bounds
 from accounting.bounds import DeltaBracket, Limits
@@ -215,3 +217,13 @@ def _corners(xs: list[float], lows: list[float], ups: list[float]) -> list[tuple
             low = max(value + slope * run for slope, value in lines)
             corners.append((xs[i] + run, min(1.0, max(0.0, low - _ROUNDING))))
     return corners
+
+
+class _CallableModule(types.ModuleType):
+    """The package's face has a call and a module of one name: ``accounting.tradeoff(m, ...)``."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return tradeoff(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule
