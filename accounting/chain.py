@@ -319,8 +319,8 @@ class _Replay:
             bracket = self.epsilon_bound(mechanism, delta)
             if _covers(recorded, bracket.upper):
                 continue
-            if bracket.reason and _covers(recorded, bracket.lower):
-                # Cut short by its limits, the accountant may answer looser than when it charged.
+            if _covers(recorded, bracket.lower):
+                # Neither proven nor refuted: the accountant may have been cut short by its limits.
                 self.unconfirmed += 1
                 continue
             return "the cost by basic composition is below that of its mechanism"
@@ -361,8 +361,8 @@ def verify(
     head in the dataset row is the last row; each row may follow the rows before it; each charge was
     admitted by a filter when it was reserved and is no cheaper than its mechanism (Rényi orders
     always; basic composition where ``epsilon_bound`` is given, such as
-    :func:`accounting.bounds.epsilon`); and the budget, entries, charges, jobs and releases in the
-    tables are those of the chain.
+    :func:`accounting.bounds.confirming_epsilon`); and the budget, entries, charges, jobs and
+    releases in the tables are those of the chain.
 
     Read through :meth:`accounting.tables.Database.read`, whose snapshot is consistent.
 

@@ -352,7 +352,7 @@ def _verify_ledger(arguments: argparse.Namespace, settings: Settings) -> int:
     limits = _limits(settings)
 
     def epsilon_bound(mechanism: Mechanism, delta: float) -> bounds.Bracket:
-        return bounds.epsilon(mechanism, delta, limits=limits)
+        return bounds.confirming_epsilon(mechanism, delta, limits=limits)
 
     database = Database(settings.effective_database_url)
     try:

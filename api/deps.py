@@ -112,6 +112,11 @@ class Accountant:
         with self._place():
             return bounds.epsilon(mechanism, delta, limits=self._limits)
 
+    def confirming_epsilon(self, mechanism: Mechanism, delta: float) -> Bracket:
+        """The bracket that checks a charge; see :func:`accounting.bounds.confirming_epsilon`."""
+        with self._place():
+            return bounds.confirming_epsilon(mechanism, delta, limits=self._limits)
+
     def ask(self, question: Callable[[bounds.Limits], T]) -> T:
         """The answer to a caller's question (:mod:`api.questions`), asked under its limits."""
         with self._place():

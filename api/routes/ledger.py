@@ -69,11 +69,11 @@ def verify_ledger(
     caller: PrincipalDep,
     costs: Annotated[
         Literal["all", "renyi"],
-        Query(description="`renyi` leaves out the costs that need the slow accountant."),
+        Query(description="`renyi` leaves out the costs by basic composition."),
     ] = "all",
 ) -> object:
     """Recomputes the chain, every cost and every admission, and compares."""
-    bound = service.accountant.epsilon if costs == "all" else None
+    bound = service.accountant.confirming_epsilon if costs == "all" else None
     with service.database.read() as session:
         dataset = owned_dataset(session, caller, dataset_id, "owner", "auditor")
         found = chain.verify(session, dataset.id, epsilon_bound=bound)
