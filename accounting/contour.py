@@ -61,6 +61,7 @@ _SEMI_X: Final = 0.5 * (_RHO + 1.0 / _RHO)
 _SEMI_Y: Final = 0.5 * (_RHO - 1.0 / _RHO)
 _LOG_ELLIPSE: Final = math.log(64.0 / 15.0) - 2.0 * _NODES * np.log(_RHO) - np.log1p(-(_RHO**-2.0))
 _QUADRATURE: Final = -42.0  # log of the share of phi(c) that quadrature may miss
+_FEW_TURNS: Final = 1_000
 _GRID: Final = 2.0**24
 _CHUNK: Final = 512  # nodes summed at a time: bounds the rounding of a sum, and memory
 
@@ -429,7 +430,7 @@ class _Sampled:
         tilted = np.where(gain < 1.0, untilted * np.expm1(np.minimum(gain, 1.0)), weight - untilted)
         swing = np.minimum(2.0, t * np.abs(loss))  # bounds |exp(i t loss) - 1|
         whirl = np.where(gain < 1.0, np.abs(tilted), weight + untilted) + weight * swing
-        at_zero = 1.01 * float((whirl * (weight_error + 16.0 * _LIB)).sum()) + dropped
+        at_zero = 1.01 * float((whirl * (weight_error + 24.0 * _LIB)).sum()) + dropped
         at_zero += 1.01 * float((weight * abs(tilt) * loss_error).sum())
         at_zero += 1.01 * math.exp(log_missed - scale)
         # The error of the products' sums, see transform.
@@ -475,17 +476,18 @@ class _Sampled:
         total = np.zeros((2 * outer, inner))
         for i in range(0, len(rule.loss), _CHUNK):
             w, x = rule.weight[i : i + _CHUNK], rule.loss[i : i + _CHUNK]
-            slow = np.multiply.outer(step * inner * np.arange(outer), x)
-            fast = np.multiply.outer(step * np.arange(inner), x)
-            cos, sin = -2.0 * np.sin(0.5 * slow) ** 2 * w, np.sin(slow) * w
+            cos, sin = _turns(step * inner * x, outer, count)
+            cos, sin = cos * w, sin * w
             left = np.block([[cos, -sin], [sin, cos]])
-            fast_cos, fast_sin = -2.0 * np.sin(0.5 * fast) ** 2, np.sin(fast)
+            fast_cos, fast_sin = _turns(step * x, inner, count)
             total += left @ np.concatenate([fast_cos, fast_sin], axis=1).T
             total[:outer] += cos.sum(axis=1)[:, None] + (fast_cos @ w)[None, :]
             total[outer:] += sin.sum(axis=1)[:, None] + (fast_sin @ w)[None, :]
         sums = total[:outer] + 1j * total[outer:]
         excess: Complex = np.asarray(sums.reshape(-1)[:count] + rule.excess, dtype=np.complex128)
         error = np.asarray(rule.error + rule.error_per_t * step * np.arange(count))
+        if count > _FEW_TURNS:
+            error += 128.0 * _LIB * 2.02 * float(rule.weight.sum())
         return _Transform(excess, error, rule.rest, rule.scale, len(rule.loss))
 
     # -- decay -------------------------------------------------------------------------------------
@@ -577,6 +579,27 @@ class _Sampled:
         slack = self._cell_slack + 64.0 * U * math.pi * t + 256.0 * U
         least = min(least + slack * (2.0 * whole + least), whole)
         return -math.log(least) if least > 0.0 else -math.log(whole)
+
+
+def _turns(x: Array, count: int, nodes: int) -> tuple[Array, Array]:
+    """Real and imaginary part of exp(i k x) - 1, k = 0..count-1, one row a k.
+
+    Where there are many ``nodes``, most are made as products (within 16 units of _LIB of what
+    directly is 3), which the caller allows for.
+    """
+
+    def direct(multiples: Array) -> tuple[Array, Array]:
+        phase = np.multiply.outer(multiples, x)
+        return -2.0 * np.sin(0.5 * phase) ** 2, np.sin(phase)
+
+    if nodes <= _FEW_TURNS:
+        return direct(np.arange(float(count)))
+    inner = math.ceil(math.sqrt(count))
+    outer = -(-count // inner)
+    a, b = (part[:, None, :] for part in direct(inner * np.arange(float(outer))))
+    c, d = (part[None, :, :] for part in direct(np.arange(float(inner))))
+    real, imaginary = a * c - b * d + a + c, a * d + b * c + b + d
+    return real.reshape(-1, len(x))[:count], imaginary.reshape(-1, len(x))[:count]
 
 
 def _upper_quantile(probability: float) -> float:
