@@ -68,6 +68,8 @@ _CHUNK: Final = 512  # nodes summed at a time: bounds the rounding of a sum, and
 _MANY: Final = 24  # parts beyond which parameters are chosen with less care
 _ENOUGH: Final = 80.0  # nats of decay beyond which a truncated sum's rest is nothing
 
+_AT_ONCE: Final = 2**19  # terms of a sum over nodes and epsilons that are held at a time
+
 MAX_T_NODES: Final = 24_000
 MAX_Z_NODES: Final = 200_000
 MAX_WORK: Final = 4e8  # t nodes times z nodes of all parts
@@ -508,14 +510,16 @@ class _Sampled:
         theta = mu * y
         cos, sin = np.cos(theta), np.sin(theta)
         mod2 = (1.0 + ratio * cos) ** 2 + (ratio * sin) ** 2  # |u/p|^2
+        bulge = 4.0 * ratio / (1.0 + ratio) ** 2
+        log_modulus = log_u + 0.5 * np.log1p(-bulge * np.sin(0.5 * theta) ** 2)
         widen = math.exp(0.5 * mu * h) if mu * h < _FAR else math.inf
-        v = np.minimum(1.0, 4.0 * ratio / (1.0 + ratio) ** 2 * widen)
+        v = np.minimum(1.0, bulge * widen)
         curve = 0.25 * v / (1.0 - v * np.sin(0.5 * theta) ** 2)  # sup of |s (1 - s)| in the cell
         plain = -0.5 * x * x + k * log_u - _LOG_SQRT_2PI
         self._cells = (
             plain,
             # log |f| at t = 0, arg u, the two parts of d log|f|/dx, and the curvature's bound
-            0.5 * (y * y - x * x) + k * (self._log_none + 0.5 * np.log(mod2)) - _LOG_SQRT_2PI,
+            0.5 * (y * y - x * x) + k * log_modulus - _LOG_SQRT_2PI,
             np.arctan2(ratio * sin, 1.0 + ratio * cos),
             -x + mu * k * (ratio * cos + ratio * ratio) / mod2,
             mu * ratio * sin / mod2,
@@ -1060,7 +1064,11 @@ class Contour:
         return front, 4.0 * _LIB * (1.0 + self._size + np.abs(self._c * epsilon))
 
     def _sum(self, terms: Complex, epsilon: Array) -> Array:
-        value: Array = (np.exp(np.multiply.outer(-1j * epsilon, self.t)) @ terms).real
+        value = np.empty(len(epsilon))
+        rows = max(1, _AT_ONCE // len(self.t))
+        for i in range(0, len(epsilon), rows):
+            turns = np.exp(np.multiply.outer(-1j * epsilon[i : i + rows], self.t))
+            value[i : i + rows] = (turns @ terms).real
         return value
 
     def upper(self, epsilon: Array) -> Array:
