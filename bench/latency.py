@@ -50,10 +50,14 @@ class NotReady(Exception):
 
 @dataclass
 class Measured:
-    """Milliseconds from the arrival to the answer, and how many answers were not the right kind."""
+    """Milliseconds from the arrival to the answer, and how many answers were not the right kind.
+
+    ``processor`` is what the service's process took of a core for one request, in milliseconds.
+    """
 
     milliseconds: list[float] = field(default_factory=list)
     failures: int = 0
+    processor: float = 0.0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -114,9 +118,23 @@ def accountant_milliseconds(questions: Sequence[dict[str, Any]]) -> list[float]:
 # --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Running:
+    """A service: its address, an admin's key, and its process."""
+
+    url: str
+    key: str
+    pid: int
+
+    def processor_milliseconds(self) -> float:
+        """The processor time that the process has taken so far; see proc(5)."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return 1e3 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def running_service(home: Path) -> Iterator[tuple[str, str]]:
-    """The API on a fresh home, as a process; yields its address and an admin's key."""
+def running_service(home: Path) -> Iterator[Running]:
+    """The API on a fresh home, as a process of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -137,7 +155,7 @@ def running_service(home: Path) -> Iterator[tuple[str, str]]:
             if process.poll() is not None or time.monotonic() > end:
                 raise NotReady((home / "service.log").read_text(errors="replace"))
             time.sleep(0.2)
-        yield url, str(json.loads(first.stdout)["admin_key"])
+        yield Running(url, str(json.loads(first.stdout)["admin_key"]), process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -155,14 +173,14 @@ def _ready(url: str) -> bool:
 
 
 async def measure(
-    url: str, key: str, times: Sequence[float], fresh: Sequence[dict[str, Any]]
+    service: Running, times: Sequence[float], fresh: Sequence[dict[str, Any]]
 ) -> dict[str, Measured]:
     """The three loads, one after the other."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {service.key}"}
     known = {"mechanism": KNOWN.mechanism, "delta": KNOWN.delta}
     async with httpx.AsyncClient(
-        base_url=url, headers=headers, limits=limits, timeout=60
+        base_url=service.url, headers=headers, limits=limits, timeout=60
     ) as client:
 
         async def live(_: int) -> bool:
@@ -183,7 +201,10 @@ async def measure(
             ("a known question", lambda _: ask(known)),
             ("a fresh question", lambda i: ask(fresh[i])),
         ):
+            before = service.processor_milliseconds()
             found[name] = await open_loop(send, times)
+            taken = service.processor_milliseconds() - before
+            found[name].processor = taken / len(times)
             await asyncio.sleep(1.0)
         return found
 
@@ -197,11 +218,14 @@ def page_of(
     arguments: argparse.Namespace, found: dict[str, Measured], alone: Sequence[float]
 ) -> str:
     shares = (0.5, 0.9, 0.99, 1.0)
+    header = ["request", "count", "median, ms", "90 %", "99 %", "largest"]
+    header += ["processor, ms each", "failures"]
     rows = [
         [
             name,
             f"{len(m.milliseconds):,}",
             *(figure(quantile(m.milliseconds, share)) for share in shares),
+            figure(m.processor),
             str(m.failures),
         ]
         for name, m in found.items()
@@ -210,6 +234,7 @@ def page_of(
         "fresh, the accountant alone",
         f"{len(alone):,}",
         *(figure(quantile(alone, share)) for share in shares),
+        "–",
         "–",
     ])  # fmt: skip
     known, fresh = found["a known question"].milliseconds, found["a fresh question"].milliseconds
@@ -228,7 +253,7 @@ def page_of(
         "between 0.01 and 100 by the Rényi bound (`bench.mechanisms.random_release`, seed "
         f"{arguments.seed}), none of them asked before. A failure is any answer but a bracket of "
         "the wanted width.",
-        table(["request", "count", "median, ms", "90 %", "99 %", "largest", "failures"], rows),
+        table(header, rows),
         table(["what", "figure", "target", "met"], targets),
     ])  # fmt: skip
 
@@ -250,9 +275,9 @@ def main() -> int:
     fresh = fresh_questions(len(times), arguments.seed)
     with (
         tempfile.TemporaryDirectory(prefix="epsilond-bench-") as home,
-        running_service(Path(home)) as (url, key),
+        running_service(Path(home)) as service,
     ):
-        found = asyncio.run(measure(url, key, times, fresh))
+        found = asyncio.run(measure(service, times, fresh))
     text = page_of(arguments, found, accountant_milliseconds(fresh))
     print(text)
     if arguments.out is not None:
