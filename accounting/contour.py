@@ -25,6 +25,7 @@ arctan2 right within 4 units in the last place (sin and cos: absolutely, 8 units
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -184,6 +185,28 @@ class _Part(Protocol):
 
 
 @dataclass(frozen=True)
+class _Label:
+    """A random mark: noise z is marked with probability Phi((z - at)/width).
+
+    ``sign`` is 1 for the measure of what is marked, -1 for the rest.
+    """
+
+    at: float
+    width: float
+    sign: float
+
+    def log(self, z: Array) -> Array:
+        value: Array = log_ndtr(self.sign * (z - self.at) / self.width)
+        return value
+
+    def log_slope(self, z: Array) -> Array:
+        """d log / dz of what is marked; it falls with z."""
+        v = (z - self.at) / self.width
+        value: Array = np.exp(-0.5 * v * v - _LOG_SQRT_2PI - log_ndtr(v)) / self.width
+        return value
+
+
+@dataclass(frozen=True)
 class _Rule:
     """phi(c + i t) exp(-scale) = rest + excess + sum of weight (exp(i t loss) - 1), within errors.
 
@@ -214,6 +237,7 @@ class _Sampled:
         self._edges: Array | None = None
         self._decay_tilt = math.nan
         self._tails, self.capped = _NOTHING, False
+        self._label: _Label | None = None
 
     def _k(self, tilt: float) -> float:
         return 0.0 - tilt if self._add else 1.0 + tilt
@@ -276,6 +300,18 @@ class _Sampled:
         self._rough_base = -0.5 * z * z - _LOG_SQRT_2PI + log_w + (0.0 if self._add else log_u)
         keep = self._rough_base > self._rough_base.max() - 200.0
         self._rough_base, self._rough_loss = self._rough_base[keep], self._rough_loss[keep]
+        self._rough_z = z[keep]
+
+    def labelled(self, label: _Label) -> _Sampled:
+        """The same output, but only what is marked, or what is not."""
+        other = copy.copy(self)
+        other._label, other._decay_tilt = label, math.nan
+        other._rough_base = self._rough_base + label.log(self._rough_z)
+        return other
+
+    def noise_of(self, loss: float) -> float:
+        """About the z at which an output loses ``loss`` > 0; beyond it, it loses more (remove)."""
+        return self._noise_of(loss)
 
     def _noise_of(self, loss: float) -> float:
         """About the z at which an output loses ``loss`` > 0; beyond it, it loses more."""
@@ -391,6 +427,10 @@ class _Sampled:
             by_size = np.where(small, self._log_none + np.log1p(-clipped), -math.inf)
             log_power = k * np.maximum(by_angle, by_size)
         value = 0.5 * (b * b - nearest * nearest) - _LOG_SQRT_2PI + log_power + t * arg
+        if self._label is not None:
+            # |Phi(v + i w)| <= exp(w^2/2) Phi(v), from Phi(-z) = integral of gauss(z + s), s > 0.
+            edge = x1 if self._label.sign > 0.0 else x0
+            value = value + 0.5 * (b / self._label.width) ** 2 + self._label.log(edge)
         value = value + np.log(radius) + _LOG_ELLIPSE
         best: Array = np.where(small | narrow, value, math.inf).min(axis=0)
         # The exponents' own rounding, far below this wherever the bound is of use.
@@ -410,6 +450,9 @@ class _Sampled:
             (-0.5 * z * z + (log_weight - _LOG_SQRT_2PI)) + (0.0 if self._add else log_u) - scale
         )
         loss = -log_u if self._add else log_u
+        if self._label is not None:
+            log_label = self._label.log(z)
+            plain = plain + log_label
         untilted, weight = np.exp(plain), np.exp(plain + tilt * loss)
         # Rounding. d log u / d log(q w) = share; and a node is off by its own rounding.
         share = np.exp(np.minimum(0.0, log_in - log_u)) * (1.0 + 1e-6)
@@ -422,6 +465,10 @@ class _Sampled:
             + loss_error
             + moved * np.abs(z)
         )
+        if self._label is not None:
+            steep = self._label.width**-2 * (np.abs(z - self._label.at) + self._label.width)
+            weight_error = weight_error + 8.0 * _LIB * (1.0 + np.abs(log_label)) + moved * steep
+            weight_error = weight_error + 4.0 * U * steep * np.abs(z)
         loss_error += 2.0 * U * np.abs(log_u)  # of the products with t and the tilt
         keep = (weight > 1e-26) | (untilted > 1e-26)
         dropped = 1.01 * float(weight[~keep].sum() + untilted[~keep].sum())
@@ -441,6 +488,11 @@ class _Sampled:
         tails = self._tails
         missing = 0.5 * tails.small + 0.5 * (tails.large[0] + tails.large[1])
         at_zero += 0.5 * tails.small + (tails.large[1] - tails.large[0])
+        if self._label is not None:
+            at_zero += 1.01 * float((weight * (weight_error + 2.0 * _LIB)).sum())
+            total = math.fsum(weight)
+            spin = 1.01 * float((weight * loss_error).sum())
+            return _Rule(weight, loss, total, 0.0, scale, at_zero, spin)
         rest = math.exp(-scale) * (1.0 - missing)
         at_zero += 2.0 * _LIB * rest if scale else 0.0
         return _Rule(
@@ -456,6 +508,8 @@ class _Sampled:
     def log_mgf(self, tilt: float) -> float:
         rule = self._weights(tilt, 0.0)
         value = (rule.rest - 1.0) + rule.excess + rule.error
+        if self._label is not None:
+            return rule.scale + math.log(rule.excess + rule.error) + 4.0 * _LIB * (2.0 + rule.scale)
         return rule.scale + math.log1p(value) + 2.0 * _LIB * (abs(value) + rule.scale)
 
     def log_fall(self, k: float) -> float:
@@ -525,6 +579,12 @@ class _Sampled:
             mu * ratio * sin / mod2,
             mu * mu * curve,
         )
+        if self._label is not None:
+            # Phi is log-concave, so the tangent bounds it in the cell.
+            base, _, _, tilt_x, *_ = self._cells
+            shifted = self._cells[1] + 0.5 * (y / self._label.width) ** 2 + self._label.log(x)
+            steeper = tilt_x + self._label.log_slope(x)
+            self._cells = (base, shifted, self._cells[2], steeper, *self._cells[4:])
         below = h * np.exp(-(1.0 + max(0.0, -k) * mu * mu * 0.25 * v) * h * h / 24.0)
         self._cell_h, self._cell_low = h, below
         self._cell_slack = (
@@ -549,6 +609,9 @@ class _Sampled:
         if k < 0.0:
             log_f = log_f + k * np.log(np.cos(0.5 * self.mu * y))
         self._upright_log = log_f + 0.5 * heights[1:] ** 2 + np.log(0.25 * y)
+        if self._label is not None:
+            lift = 0.5 * (heights[1:] / self._label.width) ** 2 + self._label.log(x)
+            self._upright_log = self._upright_log + lift
         self._upright_arg = np.minimum(arg[1:], arg[:-1])
 
     def decay(self, tilt: float, t: float, scale: float, whole: float) -> float:
@@ -578,7 +641,9 @@ class _Sampled:
         by_split = whole + (moved_right - stays_right)[:, self._splits]
         by_split = by_split + upright[:, :-1] + upright[:, -1:]
         by_shift = moved_right[:, 0] + upright[:, 0] + upright[:, -1]
-        least = min(float(by_split.min()), float(by_shift.min()))
+        least = float(by_shift.min())
+        if self._label is None:
+            least = min(float(by_split.min()), least)
         # The rounding of the exponents, and of the sums.
         slack = self._cell_slack + 64.0 * U * math.pi * t + 256.0 * U
         least = min(least + slack * (2.0 * whole + least), whole)
@@ -718,6 +783,7 @@ class _Plan:
     smoothing: float
     reach: float
     lost: float
+    marked: bool = False
 
 
 class Composition:
@@ -744,6 +810,7 @@ class Composition:
         if not variances:
             self.largest = math.fsum(p.count * p.largest() for p in self.parts) * (1.0 + 4.0 * U)
         self.fall_tilt = 0.0
+        self.marks: list[_Sampled | None] = []
         self._window = (0.0, math.inf)
         self._tilts = _TILTS if len(self.parts) <= _MANY else _TILTS[::2]
 
@@ -807,6 +874,75 @@ class Composition:
                 high = middle
         value, below = share(low)
         return low, below / value if below > 0.0 else 1.0
+
+    def mark(self, epsilon: float, log_share: float, sharpness: float) -> bool:
+        """Marks large losses so that without one epsilon is hardly reached; False if it can't.
+
+        Args:
+            log_share: log of what they may bring to delta.
+            sharpness: how fast the probability of a mark rises, in units of mu.
+        """
+        for level in epsilon * 0.7 ** np.arange(1.0, 16.0):
+            labels: list[_Label | None] = []
+            log_mgf = 0.5 * self.variance * (self._tilts * self._tilts + self._tilts)
+            for part in self.parts:
+                if isinstance(part, _Sampled):
+                    width = min(1.0, 1.0 / (sharpness * part.mu))
+                    label = _Label(part.noise_of(float(level)), width, -1.0)
+                    labels.append(label)
+                    log_mgf = log_mgf + part.count * part.labelled(label).rough(self._tilts)
+                else:
+                    labels.append(None)
+                    log_mgf = log_mgf + part.count * part.rough(self._tilts)
+            bound = log_mgf + _kappa(self._tilts) - self._tilts * epsilon
+            bound = np.where(np.isfinite(bound), bound, np.inf)
+            i = int(np.argmin(bound))
+            if bound[i] <= log_share:
+                self._unmarked_tilt, self._labels = float(self._tilts[i]), labels
+                self.marks = [
+                    part.labelled(replace(label, sign=1.0))
+                    if label is not None and isinstance(part, _Sampled)
+                    else None
+                    for part, label in zip(self.parts, labels, strict=True)
+                ]
+                return True
+        return False
+
+    def log_unmarked(self) -> tuple[float, float]:
+        """(k, log E exp(k S) over outcomes without a mark, rounded up), k a tilt good for it."""
+        k = self._unmarked_tilt
+        parts = [0.5 * self.variance * (k * k + k) * (1.0 + 16.0 * U)]
+        for part, label in zip(self.parts, self._labels, strict=True):
+            if label is not None and isinstance(part, _Sampled):
+                parts.append(part.count * part.labelled(label).log_mgf(k))
+            else:
+                parts.append(part.count * part.log_mgf(k))
+        return k, math.fsum(parts) + 4.0 * U * math.fsum(map(abs, parts))
+
+    def marked_reach(self, tilt: float, nats: float, start: float) -> float:
+        """The t beyond which the transform of what is marked has lost ``nats``; inf if none is."""
+        i = int(np.argmin(np.abs(self._tilts - tilt)))
+
+        def lost(t: float) -> float:
+            total = 0.0
+            for part, mark, rough in zip(self.parts, self.marks, self._rough, strict=True):
+                if mark is not None:
+                    scale = float(rough[i])
+                    total += part.count * math.exp(-mark.decay(tilt, t, scale, 1.0))
+            return 0.5 * self.variance * t * t - math.log(max(total, 1e-300))
+
+        low, high = start / 4096.0, start
+        if lost(high) < nats:
+            return math.inf
+        for _ in range(10):
+            t = math.sqrt(low * high)
+            if lost(t) >= nats:
+                high = t
+            else:
+                low = t
+            if high < 1.12 * low:
+                break
+        return high
 
     def split_cap(self, epsilon: float, log_share: float) -> float:
         """A loss that, once met, carries the sum beyond epsilon but with a small probability.
@@ -956,15 +1092,30 @@ class Contour:
         above, below, rounded = np.zeros(count), np.zeros(count), np.zeros(count)
         log_size = np.zeros(count)
         base, size, work, log_decay = [], 0.0, 0, 0.0
+        marks = whole.marks if plan.marked else [None] * len(whole.parts)
+        log_rest, marked_decay = np.zeros(count, dtype=np.complex128), 0.0
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            for part in whole.parts:
+            for part, mark in zip(whole.parts, marks, strict=True):
                 found = part.transform(c, step, count)
                 work += count * found.nodes
                 if work > MAX_WORK:
                     raise OutOfReach("the transform needs too much work")
                 base.append(part.count * found.scale)
                 size += abs(part.count * found.scale)
-                modulus = np.abs(found.values()) * (1.0 + 4.0 * U)
+                if mark is not None:
+                    some = mark.transform(c, step, count)
+                    part_of = math.exp(some.scale - found.scale)
+                    values = some.values() * part_of
+                    work += count * some.nodes
+                    slip = some.error * part_of + 8.0 * _LIB * np.abs(values)
+                    found = replace(found, error=found.error + 2.0 * slip)
+                    log_rest += part.count * _log1p(-values / found.values())
+                    at_end = mark.decay(c, float(t[-1]), found.scale, 1.0)
+                    marked_decay += part.count * math.exp(-at_end)
+                    modulus = np.abs(values) + np.abs(found.values() - values)
+                else:
+                    modulus = np.abs(found.values())
+                modulus = modulus * (1.0 + 8.0 * U)
                 log_value, log_error = found.log()
                 log_psi += part.count * log_value
                 most_log = np.log(modulus + found.error)
@@ -973,7 +1124,7 @@ class Contour:
                 rounded += part.count * log_error
                 log_size += part.count * np.abs(log_value)
                 whole_value = float(found.values()[0].real + found.error[0]) * (1.0 + 4.0 * U)
-                if log_decay < _ENOUGH:
+                if log_decay < _ENOUGH and mark is None and not plan.marked:
                     at_end = part.decay(c, float(t[-1]), found.scale, whole_value)
                 else:
                     at_end = -math.log(whole_value)
@@ -995,6 +1146,14 @@ class Contour:
             error = most * -np.expm1(-below) + np.abs(psi) * (
                 np.expm1(np.minimum(rounded, 50.0)) + gauss_error + 8.0 * _LIB + 8.0 * U * len(base)
             )
+            if plan.marked:
+                # Of all outcomes, those with a mark: Psi - Psi_unmarked. As a polynomial in what is
+                # and is not marked it has coefficients >= 0, so the error above holds with the
+                # moduli of both; and so does the rounding of either product.
+                relative = np.expm1(np.minimum(2.0 * rounded, 50.0)) + 2.0 * gauss_error
+                relative += (len(base) + 8) * 8.0 * _LIB * (2.0 + np.abs(log_rest))
+                error += most * relative
+                psi = psi * -np.expm1(log_rest)
             lost = ~(np.isfinite(psi) & np.isfinite(error) & (np.abs(psi) <= 2.0 * most))
         psi[lost] = 0.0
         error[lost] = most[lost]
@@ -1024,6 +1183,9 @@ class Contour:
             self._errors.append([fixed * (1.0 + 1e-6), float((modulus * t).sum()) * 4.0 * U])
         # Beyond the last node.
         a, w2 = float(t[-1]), variance * (1.0 - 8.0 * U) + tau2
+        if plan.marked:
+            # |Psi - Psi_unmarked| <= prod phi(c)^N expm1(sum N |phi_marked| / phi(c)).
+            log_decay -= math.log(math.expm1(min(marked_decay * (1.0 + 1e-9), _FAR)))
         tail = -0.5 * w2 * a * a - log_decay - start
         inverse = 1.0 / (w2 * a * a) if w2 > 0.0 else math.inf
         bend = 0.5 * tau2 * (c + 1.0) ** 2
@@ -1035,6 +1197,7 @@ class Contour:
             both = math.exp(0.5 * tau2 * c * c) + math.exp(bend)
             second = both * math.exp(tail) / math.pi * inverse
         self._truncation = first * (1.0 + 1e-6), second * (1.0 + 1e-6)
+        self._unmarked = whole.log_unmarked() if plan.marked else (0.0, -math.inf)
         self._second = plan.second_tilt
         self._log_mgf_second: float | None = None
         self._whole = whole
@@ -1078,6 +1241,11 @@ class Contour:
         value = np.maximum(self._sum(self._up, epsilon), 0.0) + self._truncation[0]
         value = value + fixed + per_epsilon * np.abs(epsilon)
         value = front * value * (1.0 + error + 1e-13) + self.outside
+        k, log_mgf = self._unmarked
+        if k > 0.0:
+            exponent = log_mgf + float(_kappa(np.array([k]))[0]) - k * epsilon
+            exponent = exponent + 16.0 * _LIB * (4.0 + abs(log_mgf) + k * (np.abs(epsilon) + 1.0))
+            value = value + np.exp(np.minimum(exponent, _FAR))
         # Where an output loses more than the level, the sum falls below epsilon only if the rest
         # of it does by the gap.
         fall = np.ones_like(epsilon)
@@ -1264,6 +1432,9 @@ def _planned(
         decays = plan.smoothing == 0.0 and plan.lost <= most_lost
         if decays or spare > 0.0 or not whole.heavy:
             return plan
+        marked = _marked(whole, plan, epsilon, outside, accuracy)
+        if marked is not None:
+            return marked
     log_share = math.log(outside) - epsilon
     for _ in range(2):
         below = math.log(max(whole.large_below_sum, 1e-300))
@@ -1282,6 +1453,36 @@ def _planned(
     if plan is None:
         raise OutOfReach("no contour was found")
     return plan
+
+
+def _marked(
+    whole: Composition, plan: _Plan, epsilon: float, outside: float, accuracy: float
+) -> _Plan | None:
+    """A plan that sums only outcomes with a large loss among them, if that is much shorter.
+
+    What does not decay is the atom of outcomes without an inclusion, and they do not reach epsilon.
+    """
+    if plan.smoothing == 0.0 or len(whole.parts) > _MANY or not epsilon > 0.0:
+        return None
+    nats = max(4.0, -math.log(0.02 * accuracy)) + plan.lost + 1.0
+    for sharpness in (0.7, 1.4, 2.8):
+        if not whole.mark(epsilon, math.log(outside), sharpness):
+            return None
+        # Some nats to spare make a tighter bound, where they are cheap.
+        for more in (6.0, 0.0):
+            reach = whole.marked_reach(plan.tilt, nats + more, plan.reach)
+            if reach < 0.4 * plan.reach:
+                period = plan.period * (1.0 + 0.02 * more)
+                return replace(plan, smoothing=0.0, reach=reach, period=period, marked=True)
+    return None
+
+
+def _log1p(z: Complex) -> Complex:
+    """log(1 + z), to the relative accuracy of z."""
+    x, y = z.real, z.imag
+    real = 0.5 * np.log1p(np.maximum(2.0 * x + (x * x + y * y), -1.0))
+    value: Complex = real + 1j * np.arctan2(y, 1.0 + x)
+    return value
 
 
 def _solve(contour: Contour, delta: float, start: float, slope: float) -> tuple[float, float]:
