@@ -856,11 +856,14 @@ def epsilon_enclosure(
         if any(_mass_at_infinity(terms) > target for terms in _alternatives(m)):
             return math.inf, math.inf
 
-    def rough(low: float, up: float) -> float | None:
-        return None if up <= delta or low > delta or up - low <= 0.02 * up else 0.02
+    width = 0.1
 
-    # Doubling and halving until the secant of log delta has two points; then both ends are proven
-    # at half the tolerance to either side of its root, and each refusal moves the bracket.
+    def rough(low: float, up: float) -> float | None:
+        far = up < 1e-20 * delta or low > 1e6 * delta
+        return None if far or up - low <= width * up else width
+
+    # Newton's rule on log delta, from the right, its slope a secant's; near the root both ends are
+    # proven at half the tolerance to either side, and each refusal moves the bracket.
     lower, upper, x = 0.0, math.inf, _first_guess(m, delta)
     log_delta = math.log(delta)
     seen: list[tuple[float, float]] = []
@@ -869,17 +872,21 @@ def epsilon_enclosure(
         if upper - lower <= size or left() <= 0.0:
             break
         low, up = _delta_of_all(m, x, rough, deadline)
-        if 0.0 < up < 1.5 * low:
+        if 0.0 < up < 2.0 * low:
             seen.append((x, 0.5 * (math.log(low) + math.log(up)) - log_delta))
         if up <= delta:
             upper = min(upper, x)
         elif low > delta:
             lower = max(lower, x)
-        guess = _secant(seen)
         middle = 2.0 * x if upper == math.inf else 0.5 * (lower + upper)
-        if guess is None or not lower < guess < upper:
-            guess = middle
-        elif abs(guess - x) < 0.2 * size or up > delta >= low:
+        guess, slope = None, _slope(seen, size)
+        if slope is not None:
+            x, f = min(seen, key=lambda at: abs(at[1]))
+            guess = x - f / slope
+            width = min(0.1, max(1e-9, 0.1 * -slope * size))
+        elif seen:
+            guess = x + math.copysign(5.0 * size, seen[0][1])
+        if slope is not None and guess is not None and abs(guess - x) < 0.5 * size:
             for side in (0.45, -0.45):
                 end = max(0.0, guess + side * size)
                 if lower < end < upper or (end == 0.0 and lower == 0.0):
@@ -888,8 +895,9 @@ def epsilon_enclosure(
                         upper = end
                     elif answer is False:
                         lower = end
-            guess = middle if upper == math.inf else 0.5 * (lower + upper)
-        x = guess
+            # Once more from there, should an end be open: closer now, and to the new width.
+            guess = guess if guess != x else None
+        x = guess if guess is not None and lower < guess < upper else middle
     if upper == math.inf:
         raise UndecidableBound("no finite epsilon was proven within the limits")
     if lower == 0.0 and confirmed(0.0):
@@ -904,18 +912,19 @@ def _first_guess(m: Mechanism | Sequence[Term], delta: float) -> float:
         for direction in _directions(terms):
             costs = [
                 (_log_psi(direction, c) + _kappa(c) - math.log(delta)) / c
-                for c in np.geomspace(0.05, 1e6, 80).tolist()
+                for c in np.geomspace(1e-4, 1e7, 90).tolist()
             ]
             worst = max(worst, min((x for x in costs if not math.isnan(x)), default=1.0))
     return worst if 0.0 < worst < math.inf else 1.0
 
 
-def _secant(seen: list[tuple[float, float]]) -> float | None:
-    """Where log delta, seen at x as its distance from the target, crosses the target."""
-    if len(seen) < 2:
-        return None
-    (x, f), (y, g) = sorted(seen, key=lambda at: abs(at[1]))[:2]
-    return x - f * (y - x) / (g - f) if g != f else None
+def _slope(seen: list[tuple[float, float]], size: float) -> float | None:
+    """That of log delta between the two points nearest to its target and not to each other."""
+    near = sorted(seen, key=lambda at: abs(at[1]))
+    for x, f in near[1:]:
+        if abs(x - near[0][0]) > size and (f - near[0][1]) * (x - near[0][0]) < 0.0:
+            return (f - near[0][1]) / (x - near[0][0])
+    return None
 
 
 def _check_epsilon(epsilon: float) -> None:
