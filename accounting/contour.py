@@ -644,9 +644,10 @@ class _Sampled:
         least = float(by_shift.min())
         if self._label is None:
             least = min(float(by_split.min()), least)
-        # The rounding of the exponents, and of the sums.
+        # The rounding of the exponents, and of the sums and of what they were taken from.
         slack = self._cell_slack + 64.0 * U * math.pi * t + 256.0 * U
-        least = min(least + slack * (2.0 * whole + least), whole)
+        taken = whole if self._label is None else 0.0
+        least = min(least + slack * (2.0 * taken + least), whole)
         return -math.log(least) if least > 0.0 else -math.log(whole)
 
 
@@ -786,6 +787,9 @@ class _Plan:
     marked: bool = False
 
 
+_Marks = tuple[float, list[_Label | None], list[_Sampled | None]]
+
+
 class Composition:
     """One direction of a composition of terms, without the terms' own deltas."""
 
@@ -907,6 +911,14 @@ class Composition:
                 ]
                 return True
         return False
+
+    def marks_kept(self) -> _Marks:
+        """The marks now set, for :meth:`use_marks`."""
+        return self._unmarked_tilt, self._labels, self.marks
+
+    def use_marks(self, kept: _Marks) -> None:
+        """Sets marks of before; the windows must be the same."""
+        self._unmarked_tilt, self._labels, self.marks = kept
 
     def log_unmarked(self) -> tuple[float, float]:
         """(k, log E exp(k S) over outcomes without a mark, rounded up), k a tilt good for it."""
@@ -1464,16 +1476,26 @@ def _marked(
     """
     if plan.smoothing == 0.0 or len(whole.parts) > _MANY or not epsilon > 0.0:
         return None
+    # The window's edge must lie where the integrand is nothing, or it would not decay.
+    whole.cut(max(outside * 1e-9, 1e-305))
     nats = max(4.0, -math.log(0.02 * accuracy)) + plan.lost + 1.0
-    for sharpness in (0.7, 1.4, 2.8):
+    best, marks = plan.reach, None
+    for sharpness in (1.4, 0.7, 2.8):
         if not whole.mark(epsilon, math.log(outside), sharpness):
-            return None
+            break
         # Some nats to spare make a tighter bound, where they are cheap.
         for more in (6.0, 0.0):
             reach = whole.marked_reach(plan.tilt, nats + more, plan.reach)
-            if reach < 0.4 * plan.reach:
-                period = plan.period * (1.0 + 0.02 * more)
-                return replace(plan, smoothing=0.0, reach=reach, period=period, marked=True)
+            if reach < 0.4 * plan.reach and reach < 0.8 * best:
+                best, marks, spare = reach, whole.marks_kept(), more
+                break
+        if best < 0.1 * plan.reach:
+            break
+    if marks is not None:
+        whole.use_marks(marks)
+        period = plan.period * (1.0 + 0.02 * spare)
+        return replace(plan, smoothing=0.0, reach=best, period=period, marked=True)
+    whole.cut(outside)
     return None
 
 
