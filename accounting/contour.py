@@ -516,12 +516,11 @@ class _Sampled:
         # Beyond the window: on the right exp(-k level) < 1, on the left u > 1 - q.
         tails = self._tails
         left = float(log_ndtr(self._lo)) - k * self._log_none
+        right = math.log(max(tails.large_below[1], 1e-300))
         value = self.log_mgf(-1.0 - k)
-        if not (left < _FAR and value > -1.0):
-            return math.inf
-        beyond = tails.large_below[1]
-        beyond += math.exp(left) * (1.0 + 32.0 * _LIB * (1.0 + self._lo * self._lo + abs(left)))
-        return value + beyond * math.exp(-value) * (1.0 + 8.0 * _LIB)
+        total = float(np.logaddexp(value, np.logaddexp(left, right)))
+        size = 1.0 + self._lo * self._lo + k * abs(self._log_none) + abs(right)
+        return total + 32.0 * _LIB * size
 
     def transform(self, tilt: float, step: float, count: int) -> _Transform:
         rule = self._weights(tilt, step * count)
