@@ -146,24 +146,22 @@ def ask_peers(row: Row, arguments: argparse.Namespace) -> dict[str, peers.Answer
     return found
 
 
-def memory_above_imports(rows: Sequence[Row]) -> dict[str, float]:
-    """The most resident memory, in MB above what is there once all is imported, of each row.
+def memory_above_imports(row: Row) -> float:
+    """The most resident memory that a row takes, in MB above what is there once all is imported.
 
-    Meant for a fresh process: what an earlier question took and kept would not count.
+    Meant for a fresh process: what an earlier question took and kept would count.
     """
-    mechanisms = {row.key: mechanism_from_json(row.mechanism) for row in rows}
+    mechanism = mechanism_from_json(row.mechanism)
+    peers.count_peak_anew("self")
     before = peers.resident_megabytes("self")
-    found = {}
-    for row in rows:
-        peers.count_peak_anew("self")
-        bounds.epsilon(mechanisms[row.key], row.delta)
-        found[row.key] = peers.resident_megabytes("self", peak=True) - before
-    return found
+    bounds.epsilon(mechanism, row.delta)
+    return peers.resident_megabytes("self", peak=True) - before
 
 
 def measure_memory(rows: Sequence[Row]) -> dict[str, float]:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(memory_above_imports, (rows,))
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        found = pool.map(memory_above_imports, rows, chunksize=1)
+    return {row.key: megabytes for row, megabytes in zip(rows, found, strict=True)}
 
 
 def measure_inverses(repeats: int) -> list[tuple[str, str, float]]:
