@@ -202,7 +202,10 @@ class _Label:
     def log_slope(self, z: Array) -> Array:
         """d log / dz of what is marked; it falls with z."""
         v = (z - self.at) / self.width
-        value: Array = np.exp(-0.5 * v * v - _LOG_SQRT_2PI - log_ndtr(v)) / self.width
+        near = np.maximum(v, -1e3)
+        slope = np.exp(-0.5 * near * near - _LOG_SQRT_2PI - log_ndtr(near))
+        # Further left it is |v| + 1/|v| but for O(|v|^-3), of a measure that is nothing.
+        value: Array = np.where(v < near, -v - 1.0 / np.minimum(v, -1.0), slope) / self.width
         return value
 
 
@@ -645,6 +648,8 @@ class _Sampled:
             least = min(float(by_split.min()), least)
         # The rounding of the exponents, and of the sums and of what they were taken from.
         slack = self._cell_slack + 64.0 * U * math.pi * t + 256.0 * U
+        if self._label is not None:
+            slack += 1e-10  # of its slope
         taken = whole if self._label is None else 0.0
         least = min(least + slack * (2.0 * taken + least), whole)
         return -math.log(least) if least > 0.0 else -math.log(whole)
@@ -1093,9 +1098,9 @@ class Contour:
         c = self._c = plan.tilt
         variance, tau2 = whole.variance, plan.smoothing**2
         step = _dyadic(2.0 * math.pi / plan.period)
-        count = max(24, math.ceil(plan.reach / step) + 1)
-        if count > MAX_T_NODES:
+        if not plan.reach < MAX_T_NODES * step:
             raise OutOfReach("the sum needs too many nodes")
+        count = max(24, math.ceil(plan.reach / step) + 1)
         self.period = 2.0 * math.pi / step * (1.0 - 8.0 * U)
         self.t = t = step * np.arange(count)
         self.s = s = c + 1j * t
@@ -1196,7 +1201,8 @@ class Contour:
         a, w2 = float(t[-1]), variance * (1.0 - 8.0 * U) + tau2
         if plan.marked:
             # |Psi - Psi_unmarked| <= prod phi(c)^N expm1(sum N |phi_marked| / phi(c)).
-            log_decay -= math.log(math.expm1(min(marked_decay * (1.0 + 1e-9), _FAR)))
+            marked_decay = min(max(marked_decay * (1.0 + 1e-9), 1e-300), _FAR)
+            log_decay -= math.log(math.expm1(marked_decay))
         tail = -0.5 * w2 * a * a - log_decay - start
         inverse = 1.0 / (w2 * a * a) if w2 > 0.0 else math.inf
         bend = 0.5 * tau2 * (c + 1.0) ** 2
