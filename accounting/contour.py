@@ -398,7 +398,10 @@ class _Sampled:
             if len(edges) * _NODES > MAX_Z_NODES:
                 raise OutOfReach("the transform needs too many nodes")
             middle = np.round(0.5 * (edges[:-1] + edges[1:])[bad] * _GRID) / _GRID
-            edges = np.unique(np.concatenate([edges, middle]))
+            finer = np.unique(np.concatenate([edges, middle]))
+            if len(finer) == len(edges):
+                raise OutOfReach("the transform's panels cannot be halved any more")
+            edges = finer
 
     def _panel_errors(self, left: Array, right: Array, k: float, t: float) -> Array:
         """log of the error bound of each panel, the best of the ellipses tried.
