@@ -1452,7 +1452,7 @@ def _planned(
         decays = plan.smoothing == 0.0 and plan.lost <= most_lost
         if decays or spare > 0.0 or not whole.heavy:
             return plan
-        marked = _marked(whole, plan, epsilon, outside, accuracy)
+        marked = _marked(whole, plan, epsilon, log_delta, outside, accuracy)
         if marked is not None:
             return marked
     log_share = math.log(outside) - epsilon
@@ -1476,7 +1476,12 @@ def _planned(
 
 
 def _marked(
-    whole: Composition, plan: _Plan, epsilon: float, outside: float, accuracy: float
+    whole: Composition,
+    plan: _Plan,
+    epsilon: float,
+    log_delta: float,
+    outside: float,
+    accuracy: float,
 ) -> _Plan | None:
     """A plan that sums only outcomes with a large loss among them, if that is much shorter.
 
@@ -1486,25 +1491,43 @@ def _marked(
         return None
     # The window's edge must lie where the integrand is nothing, or it would not decay.
     whole.cut(max(outside * 1e-9, 1e-305))
-    nats = max(4.0, -math.log(0.02 * accuracy)) + plan.lost + 1.0
-    best, marks = plan.reach, None
+    found = _best_marks(whole, plan, epsilon, log_delta, outside, accuracy)
+    if found is None:
+        whole.cut(outside)
+    return found
+
+
+def _best_marks(
+    whole: Composition,
+    plan: _Plan,
+    epsilon: float,
+    log_delta: float,
+    outside: float,
+    accuracy: float,
+) -> _Plan | None:
+    try:
+        wide = whole.plan(epsilon, log_delta, accuracy, plan.smoothing, plan.lost + 0.5)
+    except OutOfReach:
+        return None
+    nats = max(4.0, -math.log(0.02 * accuracy)) + wide.lost + 1.0
+    most = 0.4 * plan.reach * plan.period / wide.period
+    best, marks, spare = most, None, 0.0
     for sharpness in (1.4, 0.7, 2.8):
         if not whole.mark(epsilon, math.log(outside), sharpness):
             break
         # Some nats to spare make a tighter bound, where they are cheap.
         for more in (6.0, 0.0):
-            reach = whole.marked_reach(plan.tilt, nats + more, plan.reach)
-            if reach < 0.4 * plan.reach and reach < 0.8 * best:
+            reach = whole.marked_reach(wide.tilt, nats + more, plan.reach)
+            if reach < 0.8 * best:
                 best, marks, spare = reach, whole.marks_kept(), more
                 break
-        if best < 0.1 * plan.reach:
+        if best < 0.25 * most:
             break
-    if marks is not None:
-        whole.use_marks(marks)
-        period = plan.period * (1.0 + 0.02 * spare)
-        return replace(plan, smoothing=0.0, reach=best, period=period, marked=True)
-    whole.cut(outside)
-    return None
+    if marks is None:
+        return None
+    whole.use_marks(marks)
+    period = wide.period * (1.0 + 0.02 * spare)
+    return replace(wide, smoothing=0.0, reach=best, period=period, marked=True)
 
 
 def _log1p(z: Complex) -> Complex:
@@ -1576,6 +1599,8 @@ def epsilon_of(
     Raises:
         OutOfReach: no bound was found.
     """
+    if _total_variation(terms) <= delta:
+        return Found(0.0, 0.0, {}), "both"
     remove = epsilon(Composition(terms, "remove"), delta, tolerance, deadline)
     if not _directed(terms):
         return remove, "both"
@@ -1596,6 +1621,20 @@ def epsilon_of(
     name: Worse = "add" if add.upper > remove.upper else "remove"
     worse = add if name == "add" else remove
     return replace(worse, lower=max(add.lower, remove.lower)), name
+
+
+def _total_variation(terms: Sequence[Term]) -> float:
+    """An upper bound on delta(0), the total variation distance, by adding up that of all outputs."""
+    total = []
+    for term in terms:
+        if isinstance(term, GaussianTerm):
+            one = term.sampling_probability * math.erf(term.mu * math.sqrt(0.125))
+        elif isinstance(term, LaplaceTerm):
+            one = -math.expm1(-0.5 * term.inverse_scale)
+        else:
+            one = math.tanh(0.5 * float(term.epsilon))
+        total.append(term.count * one)
+    return math.fsum(total) * (1.0 + 8.0 * _LIB)
 
 
 def _renyi_cap(terms: Sequence[Term], delta: float, tilt: float) -> float:
