@@ -1,41 +1,58 @@
-"""Brackets: closed forms, published values, degenerate questions, and the subprocess's limits."""
+"""Brackets: published values, exact answers, consistency, refused questions and limits."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_ndtr
 
 import accounting
-from accounting import bounds, cumulants, gaussian_dp, mechanism_from_json, pld_pool
-from accounting.bounds import Bracket, Limits
+from accounting import (
+    bounds,
+    closed_forms,
+    contour,
+    cumulants,
+    gaussian_dp,
+    mechanism_from_json,
+    reference,
+    rigorous,
+)
+from accounting.bounds import Bracket, DeltaBracket, Limits
 from accounting.errors import InvalidRequest
-from accounting.mechanisms import GaussianTerm, dominating_terms
+from accounting.mechanisms import (
+    ApproximateDPTerm,
+    GaussianTerm,
+    LaplaceTerm,
+    Term,
+    dominating_terms,
+)
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+ROOT = Path(accounting.__file__).parent.parent
 EDM = {"kind": "edm", "sigma_min": 0.002, "sigma_max": 80, "rho": 7, "steps": 39}
 
 
-def rows(name: str) -> dict[str, dict[str, str]]:
+def rows(name: str) -> list[dict[str, str]]:
     with (GOLDEN / name).open(newline="") as source:
-        return {
-            r["case"] + (":" + r["delta"]) * (name != "accounting.csv"): r
-            for r in csv.DictReader(source)
-        }
+        return list(csv.DictReader(source))
+
+
+BLOCKS = {r["case"]: r for r in rows("accounting.csv")}
+REPORTS = {r["case"]: r for r in rows("public_reports.csv")}
 
 
 def subsampled(q: float, noise_multiplier: float, count: int, sampling: str = "poisson") -> Any:
@@ -50,16 +67,24 @@ def subsampled(q: float, noise_multiplier: float, count: int, sampling: str = "p
     )
 
 
+def simple(kind: str, **values: float) -> Any:
+    return mechanism_from_json({"kind": kind} | values)
+
+
 def gaussian(noise_multiplier: float, count: int = 1) -> Any:
-    return mechanism_from_json(
-        {"kind": "gaussian", "noise_multiplier": noise_multiplier, "count": count}
-    )
+    return simple("gaussian", noise_multiplier=noise_multiplier, count=count)
+
+
+def laplace(noise_multiplier: float, count: int = 1) -> Any:
+    return simple("laplace", noise_multiplier=noise_multiplier, count=count)
+
+
+def response(epsilon: float, count: int = 1) -> Any:
+    return simple("randomized_response", epsilon=epsilon, count=count)
 
 
 def declared(epsilon: float, delta: float = 0.0, count: int = 1) -> Any:
-    return mechanism_from_json(
-        {"kind": "approximate_dp", "epsilon": epsilon, "delta": delta, "count": count}
-    )
+    return simple("approximate_dp", epsilon=epsilon, delta=delta, count=count)
 
 
 def composition(*parts: Any) -> Any:
@@ -68,8 +93,8 @@ def composition(*parts: Any) -> Any:
     )
 
 
-def published(name: str) -> Any:
-    row = rows("accounting.csv")[name]
+def published(case: str) -> Any:
+    row = BLOCKS[case]
     return subsampled(
         int(row["B"]) / int(row["n"]),
         1.0 / float(row["mu_bar"]),
@@ -78,12 +103,34 @@ def published(name: str) -> Any:
     )
 
 
+def reported(case: str) -> tuple[Any, float]:
+    row = REPORTS[case]
+    return (
+        subsampled(float(row["q"]), float(row["noise_multiplier"]), int(row["count"])),
+        float(row["delta"]),
+    )
+
+
+def between(text: str) -> tuple[float, float]:
+    """The two numbers of "[a;b]..." or "a:b"."""
+    a, b = text.partition("]")[0].lstrip("[").replace(";", ":").split(":")
+    return float(a), float(b)
+
+
+def is_tight(b: Bracket) -> bool:
+    return b.upper - b.lower <= min(1e-3, 1e-3 * b.lower)
+
+
+def overlap(a: Bracket | DeltaBracket, b: Bracket | DeltaBracket) -> bool:
+    return a.lower <= b.upper and b.lower <= a.upper
+
+
 @pytest.fixture(autouse=True)
 def _no_kept_answers() -> None:
     bounds._CACHE.clear()
 
 
-# -- the closed form -------------------------------------------------------------------------------
+# -- the closed form of the Gaussian ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,73 +186,120 @@ def test_delta_of_unsampled_gaussians() -> None:
 # -- published and measured values -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "lower", "tolerance"),
-    # lower: the certified lower end at B = 25. tolerance: connect-the-dots at our interval against
-    # the paper's 1e-5. The excess falls with the square of the interval; measured 1e-6 at 1e-5
-    # (55 %) and 1.3e-3 at 2e-4 (62 %); plus half a digit of print and the six digits of mu_bar.
-    [
-        ("cifar10-55-B25", 0.29872, 6e-4),
-        ("cifar10-62-B25", 1.69069, 2.5e-3),
-        ("celeba64-55-B25", 0.09870, 6e-4),
-    ],
-)
-def test_published_uppers(name: str, lower: float, tolerance: float) -> None:
-    row = rows("accounting.csv")[name]
-    found = accounting.epsilon(published(name), float(row["delta"]))
-    assert found.method == "dp_accounting_pld"
+@pytest.mark.parametrize("case", BLOCKS)
+def test_published_uppers(case: str) -> None:
+    """Within one unit of the third decimal, the paper's last one; ours are narrower than that."""
+    delta = float(BLOCKS[case]["delta"])
+    found = accounting.epsilon(published(case), delta, tolerance=1e-4)
+    assert found.upper - found.lower <= 1e-4
+    assert found.upper == pytest.approx(float(BLOCKS[case]["paper_pld_upper"]), abs=1e-3)
+    assert found.method == "contour"
     assert found.direction == "remove"
-    assert found.upper >= lower
-    assert abs(found.upper - float(row["paper_pld_upper"])) <= tolerance
-    assert found.lower <= found.upper
 
 
-def test_zero_is_right() -> None:
-    m = subsampled(0.00105, 1.0, 1)
-    found = accounting.epsilon(m, 1e-3)
+@pytest.mark.parametrize("case", BLOCKS)
+def test_published_rows_are_tight_without_being_asked(case: str) -> None:
+    found = accounting.epsilon(published(case), float(BLOCKS[case]["delta"]))
+    assert is_tight(found)
+    assert not found.reason
+
+
+@pytest.mark.parametrize("case", [c for c, r in BLOCKS.items() if r["paper_pld_lower"]])
+def test_published_lowers_are_below_ours(case: str) -> None:
+    printed = float(BLOCKS[case]["paper_pld_lower"])
+    assert printed - 5e-4 <= accounting.epsilon(published(case), float(BLOCKS[case]["delta"])).lower
+
+
+@pytest.mark.parametrize(
+    "row",
+    [r for r in rows("other_methods.csv") if r["quantity"] in ("bracket", "epsilon")],
+    ids=lambda r: f"{r['case']}-{r['delta']}",
+)
+def test_measured_brackets(row: dict[str, str]) -> None:
+    """The other quantities of this table are tested with the methods that they belong to."""
+    if row["quantity"] == "bracket":
+        found = accounting.epsilon(published(row["case"]), float(row["delta"]))
+        low, high = between(row["value"])
+        assert low <= found.lower <= found.upper <= high
+    else:
+        found = accounting.epsilon(gaussian(1.0), float(row["delta"]))
+        assert found.upper == pytest.approx(float(row["value"]), abs=5e-6)
+        assert found.upper - found.lower <= 1e-9
+
+
+@pytest.mark.parametrize("case", ["tiny-delta", "wide-range", "overflow", "rdp-vs-tight"])
+def test_reported_brackets(case: str) -> None:
+    m, delta = reported(case)
+    found = accounting.epsilon(m, delta)
+    low, high = between(REPORTS[case]["expected"])
+    assert low <= found.lower <= found.upper <= high
+    assert is_tight(found)
+    if case == "rdp-vs-tight":
+        assert cumulants.renyi_epsilon(m, delta) > found.upper + 0.1
+
+
+def test_report_of_a_large_epsilon() -> None:
+    """Six digits of noise multiplier are 0.004 of epsilon: 108.443 belongs to unrounded ones."""
+    m, delta = reported("eps-above-10")
+    found = accounting.epsilon(m, delta)
+    assert rigorous.confirm_upper(m, 108.4473, delta) is True
+    assert rigorous.confirm_upper(m, 108.4471, delta) is False
+    assert 108.4471 < found.lower <= found.upper < 108.4473
+    assert found.upper == pytest.approx(float(REPORTS["eps-above-10"]["expected"]), abs=5e-3)
+
+
+def test_report_of_a_zero() -> None:
+    m, delta = reported("zero-is-right")
+    found = accounting.epsilon(m, delta)
     assert (found.lower, found.upper) == (0.0, 0.0)
     at_zero = accounting.delta(m, 0.0)
-    assert at_zero.lower <= 4.0205e-4
-    assert at_zero.upper == pytest.approx(4.02e-4, abs=6e-7)
+    assert at_zero.lower <= at_zero.upper <= at_zero.lower * (1 + 1e-9)
+    assert at_zero.upper == pytest.approx(4.02e-4, abs=5e-7)
 
 
-def test_a_bound_far_below_the_renyi_one() -> None:
-    m = subsampled(0.016722, 1.3, 900)
-    found = accounting.epsilon(m, 1e-5)
-    assert 1.8983 <= found.upper <= 1.8990
-    assert 1.84 <= found.lower <= 1.8987
-    assert cumulants.renyi_epsilon(m, 1e-5) > 2.05
+def test_report_of_a_hang() -> None:
+    m, delta = reported("hang-large-eps")
+    found = accounting.epsilon(m, delta)
+    assert 900.0 < found.lower <= found.upper < 1010.0
+    assert is_tight(found)
 
 
-def test_wide_ranges_and_large_epsilons_are_answered() -> None:
-    wide = accounting.epsilon(subsampled(0.125, 0.8, 1000), 1e-6)
-    assert wide.lower <= 56.732
-    assert 56.720 <= wide.upper <= 56.75
-    large = accounting.epsilon(subsampled(0.05, 0.15, 500), 1e-6)
-    assert 900.0 < large.lower <= large.upper < 1010.0
+@pytest.mark.parametrize("case", ["calibrate-memory", "calibrate-overshoot"])
+def test_reported_calibrations(case: str) -> None:
+    from accounting.calibrate import calibrate
+
+    delta, epsilon = (float(x) for x in REPORTS[case]["delta"].split(" at epsilon "))
+    found = calibrate(gaussian(1.0), "noise_multiplier", epsilon=epsilon, delta=delta)
+    printed = REPORTS[case]["expected"].removeprefix("sigma ").partition(",")[0]
+    assert found.parameter == pytest.approx(float(printed), rel=3e-6)
+    assert found.bracket.upper <= epsilon
+    assert accounting.epsilon(found.mechanism, delta).upper <= epsilon
 
 
-@pytest.mark.parametrize("delta", ["1e-10", "1e-12", "1e-15", "1e-20"])
-def test_small_deltas_stay_finite_and_true(delta: str) -> None:
-    low, high = (
-        float(x) for x in rows("other_methods.csv")[f"cifar10-65-B25:{delta}"]["value"].split(":")
-    )
-    found = accounting.epsilon(published("cifar10-65-B25"), float(delta))
-    assert found.lower <= high
-    assert low <= found.upper <= 1.15 * high
-
-
-def test_a_tiny_delta_is_bracketed() -> None:
-    found = accounting.epsilon(subsampled(0.00033, 4.0, 10_000), 1.13e-18)
-    assert found.lower <= 0.0736
-    assert 0.0658 <= found.upper < 0.2
+def test_every_report_has_a_test() -> None:
+    """ "exact-fit" is a ledger's: test_declared_releases_fit_a_few_large_budget."""
+    assert set(REPORTS) == {
+        "tiny-delta", "wide-range", "overflow", "rdp-vs-tight", "eps-above-10", "zero-is-right",
+        "hang-large-eps", "calibrate-memory", "calibrate-overshoot", "exact-fit",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("percent", "sampling", "expected"),
-    [(55, "poisson", 0.126), (65, "poisson", 0.569), (55, "fixed_size", 0.299)],
+    [
+        (55, "poisson", "0.126"),
+        (62, "poisson", "0.353"),
+        (65, "poisson", "0.569"),
+        (67, "poisson", "1.17"),
+        (70, "poisson", "4.61"),
+        (55, "fixed_size", "0.299"),
+        (62, "fixed_size", "1.69"),
+        (65, "fixed_size", "6.29"),
+        (67, "fixed_size", "25.7"),
+        (70, "fixed_size", "108.4"),
+    ],
 )
-def test_blocks_by_the_way_they_are_drawn(percent: int, sampling: str, expected: float) -> None:
+def test_blocks_by_the_way_they_are_drawn(percent: int, sampling: str, expected: str) -> None:
     m = mechanism_from_json(
         {
             "kind": "denoising_block",
@@ -218,9 +312,10 @@ def test_blocks_by_the_way_they_are_drawn(percent: int, sampling: str, expected:
             "outputs": 50000,
         }
     )
-    upper = accounting.epsilon(m, 1e-5).upper
-    # three printed digits, and the excess of a coarser interval
-    assert upper == pytest.approx(expected, rel=2e-3, abs=1e-3)
+    found = accounting.epsilon(m, 1e-5)
+    # three printed digits of values that were certified with coarser steps
+    assert found.upper == pytest.approx(float(expected), rel=2e-3, abs=5e-4)
+    assert is_tight(found)
 
 
 def test_a_class_conditional_block_is_its_worst_class() -> None:
@@ -246,21 +341,109 @@ def test_a_class_conditional_block_is_its_worst_class() -> None:
     assert alone[0].upper != alone[1].upper
 
 
+# -- answers known exactly -------------------------------------------------------------------------
+
+
+def contour_alone(*terms: Term, delta: float) -> contour.Found:
+    """The contour's bounds even where a closed form exists."""
+    found, _ = contour.epsilon_of(terms, delta, lambda e: 1e-3 * e, time.monotonic() + 60.0)
+    return found
+
+
+SINGLE: list[Term] = [
+    *(GaussianTerm(q, mu, 1) for q in (1e-3, 0.2, 0.9, 1 - 1e-6) for mu in (0.1, 1.0, 6.0)),
+    LaplaceTerm(0.5, 1),
+    LaplaceTerm(3.0, 1),
+    ApproximateDPTerm(Decimal("0.5"), Decimal(0), 1),
+    ApproximateDPTerm(Decimal("0.3"), Decimal(0), 40),
+    ApproximateDPTerm(Decimal("1.7"), Decimal(0), 7),
+]
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-11])
+@pytest.mark.parametrize("term", SINGLE, ids=repr)
+def test_the_contour_meets_the_closed_forms(term: Term, delta: float) -> None:
+    exact = closed_forms.epsilon_bounds((term,), delta)
+    assert exact is not None
+    found = contour_alone(term, delta=delta)
+    assert found.lower <= exact.upper
+    assert exact.lower <= found.upper
+
+
+@pytest.mark.parametrize("term", SINGLE, ids=repr)
+def test_the_contours_curve_meets_the_closed_forms(term: Term) -> None:
+    most = closed_forms.epsilon_bounds((term,), 1e-12)
+    assert most is not None
+    points = np.linspace(0.0, most.upper, 4)
+    low, high, _, _ = contour.delta_of((term,), points, time.monotonic() + 60.0)
+    for i, x in enumerate(points):
+        exact = closed_forms.delta_bounds((term,), float(x))
+        assert exact is not None
+        assert low[i] <= exact.upper
+        assert exact.lower <= high[i]
+
+
+@pytest.mark.parametrize("count", [1, 10, 1000])
+def test_a_rate_towards_one_is_the_whole_gaussian(count: int) -> None:
+    exact = accounting.epsilon(gaussian(2.0, count), 1e-6)
+    last = math.inf
+    for q in (0.9, 0.999, 1 - 1e-6, 1 - 1e-9, math.nextafter(1.0, 0.0)):
+        found = accounting.epsilon(subsampled(q, 2.0, count), 1e-6)
+        assert found.lower <= exact.upper
+        gap = exact.upper - found.lower
+        assert gap <= last
+        last = gap + 1e-3
+    assert found.upper >= exact.lower * (1 - 1e-9)
+    assert found.upper - found.lower <= 1e-3
+    same = accounting.epsilon(subsampled(1.0, 2.0, count), 1e-6)
+    assert (same.lower, same.upper) == (exact.lower, exact.upper)
+
+
 @pytest.mark.parametrize(
-    ("mu", "count", "interval", "delta"),
-    [(1.0, 1, 1e-3, 1e-8), (0.01, 50_000, 1e-4, 1e-10), (0.001, 10**6, 1e-4, 1e-8)],
+    "m",
+    [
+        subsampled(0.01, 1.0, 100),
+        subsampled(0.3, 5.0, 3),
+        laplace(20.0, 5),
+        response(0.01, 9),
+        composition(subsampled(0.01, 2.0, 10), gaussian(80.0), laplace(50.0)),
+    ],
+    ids=repr,
 )
-def test_the_slack_covers_what_the_transforms_lose(
-    mu: float, count: int, interval: float, delta: float
-) -> None:
-    """Unsampled Gaussians, one by one through dp_accounting, against their exact curve."""
-    terms = (GaussianTerm(1.0, mu, count),)
-    low, high = gaussian_dp.epsilon_bounds(gaussian_dp.total_mu([(mu, count)]), delta)
-    slack = bounds._numerical_slack(terms)
-    for pessimistic, asked in ((True, delta - slack), (False, delta + slack)):
-        answer = bounds._ask(terms, pessimistic, interval, deltas=(asked,), limits=Limits())
-        epsilon = answer["remove"]["epsilon"][0]
-        assert epsilon >= low if pessimistic else epsilon <= high
+def test_a_delta_of_at_least_delta_at_zero_has_epsilon_zero(m: Any) -> None:
+    at_zero = accounting.delta(m, 0.0)
+    assert at_zero.upper <= 1.01 * at_zero.lower or at_zero.reason
+    found = accounting.epsilon(m, 1.02 * at_zero.upper)
+    assert (found.lower, found.upper) == (0.0, 0.0)
+    assert accounting.epsilon(m, 0.9).upper == 0.0
+    assert accounting.epsilon(m, 0.9 * at_zero.lower).upper > 0.0
+
+
+@pytest.mark.parametrize(("q", "count"), [(0.3, 2), (0.01, 20), (1e-3, 500)])
+def test_adding_never_reveals_more_than_every_absence(q: float, count: int) -> None:
+    """epsilon beyond -N log(1 - q) has delta 0 in the add direction, and remove alone counts."""
+    terms = (GaussianTerm(q, 1.0, count),)
+    most = -count * math.log1p(-q)
+    assert most <= contour.Composition(terms, "add").largest <= most * (1 + 1e-12)
+    points = np.array([0.5 * most, 0.999 * most, 1.001 * most, 3.0 * most])
+    low, high, names, _ = contour.delta_of(terms, points, time.monotonic() + 60.0)
+    assert names[2:] == ["remove", "remove"]
+    for i, x in enumerate(points.tolist()):
+        exact = rigorous.delta_enclosure(list(terms), x)
+        assert exact[0] <= high[i]
+        assert low[i] <= exact[1]
+
+
+def test_near_one_the_add_direction_is_counted() -> None:
+    """The left tail of the noise carries it: a window cut at -8.2 loses a quarter at 1e-16."""
+    terms = (GaussianTerm(0.9999, 1.0, 1), GaussianTerm(0.9999, 1e-3, 1))
+    for delta in (1e-9, 1e-16):
+        found, _ = contour.epsilon_of(terms, delta, lambda e: 1e-3 * e, time.monotonic() + 60.0)
+        upper = rigorous.delta_enclosure(list(terms), found.upper, width=1e-2)
+        assert upper[0] <= delta
+        lower = rigorous.delta_enclosure(list(terms), found.lower, width=1e-2)
+        assert delta <= lower[1]
+        assert upper[1] < 2.0 * upper[0]
 
 
 # -- declared parts --------------------------------------------------------------------------------
@@ -279,13 +462,43 @@ def test_a_declared_mechanism_is_what_it_was_declared() -> None:
     assert worst == pytest.approx(1e-2, rel=1e-6)
 
 
+def test_epsilon_as_declared_is_rounded_up() -> None:
+    for text in ("0.1", "0.3", "0.7", "1.1"):
+        upper = accounting.epsilon(declared(float(text)), 1e-5).upper
+        assert Fraction(upper) >= Fraction(text)
+        assert upper <= math.nextafter(float(text), 2.0)
+
+
 def test_a_delta_below_what_was_declared_has_no_epsilon() -> None:
-    for m in (declared(0.5, 1e-6), composition(declared(0.5, 1e-6), subsampled(0.01, 2.0, 5))):
+    for m in (
+        declared(0.5, 1e-6),
+        declared(0.5, 1e-7, 10),
+        composition(declared(0.5, 1e-6), subsampled(0.01, 2.0, 5)),
+    ):
         found = accounting.epsilon(m, 9e-7)
         assert found.lower == found.upper == math.inf
-        assert found.reason
+        assert "below" in found.reason
         written = json.loads(json.dumps(found.to_json(), allow_nan=False))
         assert written["upper"] == written["lower"] == "inf"
+        assert accounting.delta(m, 100.0).lower >= 9e-7
+
+
+def test_a_delta_at_what_was_declared_is_answered_or_refused_with_a_reason() -> None:
+    m = composition(declared(0.5, 1e-6), subsampled(0.01, 2.0, 5))
+    at = accounting.epsilon(m, 1e-6)
+    assert at.upper == math.inf
+    assert at.lower > 0.5
+    assert "too close" in at.reason
+    last = math.inf
+    for share in (1e-9, 1e-6, 1e-3, 1.0, 100.0):
+        found = accounting.epsilon(m, 1e-6 * (1.0 + share))
+        assert found.lower <= found.upper <= last
+        last = found.upper
+        rest = accounting.epsilon(
+            composition(declared(0.5), subsampled(0.01, 2.0, 5)), 1e-6 * share / (1.0 - 1e-6)
+        )
+        assert found.lower <= rest.upper * (1 + 1e-9)
+        assert rest.lower * (1 - 1e-9) <= found.upper
 
 
 def test_declared_parts_compose() -> None:
@@ -293,21 +506,194 @@ def test_declared_parts_compose() -> None:
     assert ten.lower <= ten.upper < 1.0  # better than the sum
     many = accounting.epsilon(declared(0.1, 0.0, 100), 1e-5)
     assert 4.0 < many.lower <= many.upper < 4.5
+    assert is_tight(many)
     two = accounting.epsilon(declared(2.0, 1e-6, 2), 2e-6)
     assert two.upper <= 4.0
     assert two.lower <= two.upper
+    # a declared part without delta is a randomised response
+    same = accounting.epsilon(response(0.1, 100), 1e-5)
+    assert (same.lower, same.upper) == (many.lower, many.upper)
 
 
-def test_mixed_compositions() -> None:
-    run = subsampled(1 / 14, 14.78, 2100)
-    counts = gaussian(26.6)
-    found = accounting.epsilon(composition(run, counts, declared(0.1, 1e-6)), 1e-5)
-    alone = accounting.epsilon(run, 1e-5)
-    assert alone.upper < found.lower + 0.1
-    assert found.upper < alone.upper + 0.2
-    assert found.upper <= cumulants.renyi_epsilon(
-        composition(run, counts, declared(0.1, 1e-6)), 1e-5
+def test_more_responses_than_a_sum_holds_go_on_smoothly() -> None:
+    most = closed_forms.MAX_RESPONSES
+    by_sum, by_contour = (accounting.epsilon(response(0.02, n), 1e-7) for n in (most, most + 1))
+    assert by_sum.method == "randomized_response"
+    assert by_contour.method == "contour"
+    assert by_sum.lower <= by_contour.upper
+    assert by_contour.upper - by_sum.lower < 5e-3
+
+
+# -- compositions ----------------------------------------------------------------------------------
+
+MIXED = [
+    (subsampled(0.01, 1.0, 100), laplace(10.0, 5)),
+    (subsampled(0.01, 1.0, 100), gaussian(5.0), response(0.1, 3)),
+    (subsampled(0.2, 2.0, 10), subsampled(0.001, 0.6, 1000), declared(0.05, 1e-9, 4)),
+    (laplace(3.0, 4), response(0.2, 6)),
+    (gaussian(3.0), laplace(4.0, 10)),
+    (gaussian(3.0, 2), declared(0.3, 1e-8)),
+    (subsampled(1 / 14, 14.78, 2100), gaussian(26.6), subsampled(0.1091, 20.0, 5)),
+]
+
+
+@pytest.mark.parametrize("parts", MIXED, ids=repr)
+def test_mixed_compositions(parts: tuple[Any, ...]) -> None:
+    """Ball arithmetic can't refute either end; order and grouping don't matter; more costs more."""
+    m, delta = composition(*parts), 1e-6
+    found = accounting.epsilon(m, delta)
+    assert is_tight(found)
+    low, high = rigorous.epsilon_enclosure(m, delta)
+    assert low <= found.upper
+    assert found.lower <= high
+    assert overlap(found, accounting.epsilon(composition(*parts[::-1]), delta))
+    assert found.upper <= cumulants.renyi_epsilon(m, delta) + 1e-3 * found.upper
+    for i in range(len(parts)):
+        fewer = composition(*parts[:i], *parts[i + 1 :])
+        assert accounting.epsilon(fewer, delta).lower <= found.upper
+
+
+@given(
+    st.floats(-4, -0.3).map(lambda x: 10.0**x),
+    st.floats(0.5, 5.0),
+    st.lists(st.integers(1, 300), min_size=2, max_size=4),
+    st.floats(-9, -3).map(lambda x: 10.0**x),
+)
+@settings(max_examples=10, deadline=None)
+def test_splitting_a_composition_changes_nothing(
+    q: float, noise_multiplier: float, counts: list[int], delta: float
+) -> None:
+    """Parts a hair apart aren't merged: they lie between the least and the greatest, repeated."""
+    rates = [q * (1.0 + 1e-13 * i) for i in range(len(counts))]
+    split = composition(
+        *(subsampled(r, noise_multiplier, n) for r, n in zip(rates, counts, strict=True))
     )
+    assert len(dominating_terms(split)[0]) == len(counts)
+    found = accounting.epsilon(split, delta)
+    least, most = (
+        accounting.epsilon(subsampled(r, noise_multiplier, sum(counts)), delta)
+        for r in (rates[0], rates[-1])
+    )
+    assert least.lower <= found.upper
+    assert found.lower <= most.upper
+    assert found.upper - found.lower <= max(1e-3 * found.upper, 1e-9)
+
+
+def test_a_thousand_different_parts() -> None:
+    parts = [subsampled(0.005 + 1e-5 * i, 1.0 + i / 500, 5) for i in range(1000)]
+    found = accounting.epsilon(composition(*parts), 1e-6)
+    assert is_tight(found)
+    assert found.method == "contour"
+    alike = [accounting.epsilon(subsampled(q, s, 5000), 1e-6) for q, s in ((0.005, 3), (0.015, 1))]
+    assert alike[0].lower < found.lower
+    assert found.upper < alike[1].upper
+
+
+# -- consistency -----------------------------------------------------------------------------------
+
+rates = st.floats(-4, -0.1).map(lambda x: 10.0**x)
+multipliers = st.floats(0.4, 8.0)
+counts = st.floats(0, 3.5).map(lambda x: int(10.0**x))
+deltas = st.floats(-10, -3).map(lambda x: 10.0**x)
+
+
+@given(rates, multipliers, counts, deltas, st.floats(1.0, 3.0), st.integers(0, 3))
+@settings(max_examples=25, deadline=None)
+def test_epsilon_grows_with_everything_it_should(
+    q: float, sigma: float, count: int, delta: float, factor: float, which: int
+) -> None:
+    more = [
+        (q, sigma, count, delta / factor),
+        (q, sigma, count * math.ceil(factor), delta),
+        (min(1.0, q * factor), sigma, count, delta),
+        (q, sigma / factor, count, delta),
+    ][which]
+    less = accounting.epsilon(subsampled(q, sigma, count), delta)
+    bigger = accounting.epsilon(subsampled(*more[:3]), more[3])
+    assert less.lower <= bigger.upper
+
+
+@given(rates, multipliers, counts, deltas)
+@settings(max_examples=15, deadline=None)
+def test_epsilon_and_delta_invert_each_other(
+    q: float, sigma: float, count: int, delta: float
+) -> None:
+    m = subsampled(q, sigma, count)
+    found = accounting.epsilon(m, delta)
+    assert accounting.delta(m, found.upper).lower <= delta
+    if found.lower > 0.0:
+        assert accounting.delta(m, found.lower).upper >= delta
+
+
+@given(rates, multipliers, counts, deltas, st.floats(-5, 0).map(lambda x: 10.0**x))
+@settings(max_examples=15, deadline=None)
+def test_the_tolerance_is_kept_or_the_reason_given(
+    q: float, sigma: float, count: int, delta: float, tolerance: float
+) -> None:
+    m = subsampled(q, sigma, count)
+    found = accounting.epsilon(m, delta, tolerance=tolerance)
+    assert found.upper - found.lower <= tolerance or found.reason
+    assert overlap(found, accounting.epsilon(m, delta))
+
+
+@pytest.mark.parametrize(
+    "m",
+    [
+        subsampled(0.01, 1.0, 100),
+        subsampled(5e-4, 0.4784, 50_000),
+        subsampled(0.5, 3.0, 4),
+        laplace(2.0, 6),
+        gaussian(1.5, 3),
+        response(0.25, 30),
+        composition(subsampled(0.01, 1.0, 100), declared(0.1, 1e-7, 3), laplace(8.0)),
+    ],
+    ids=repr,
+)
+def test_a_profile_is_the_same_curve(m: Any) -> None:
+    delta = 1e-6
+    at = accounting.epsilon(m, delta)
+    points = [0.0, 0.3 * at.lower, at.lower, at.upper, 1.4 * at.upper, 2.0 * at.upper]
+    shuffled = [points[i] for i in (3, 0, 5, 2, 2, 4, 1)]
+    found = {b.epsilon: b for b in accounting.profile(m, points)}
+    assert [b.epsilon for b in accounting.profile(m, shuffled)] == shuffled
+    uppers = [found[x].upper for x in points]
+    assert uppers == sorted(uppers, reverse=True)
+    for x in points:
+        assert 0.0 <= found[x].lower <= found[x].upper <= 1.0
+        alone = accounting.delta(m, x)
+        assert overlap(alone, found[x])
+        assert alone.upper - alone.lower <= 1e-2 * alone.upper or alone.reason
+    assert found[at.upper].lower <= delta <= found[at.lower].upper
+
+
+def test_a_profile_of_many_points_is_tight_all_along() -> None:
+    m = published("cifar10-65-B25")
+    found = accounting.profile(m, [0.1 * i for i in range(200)])
+    for b in found:
+        assert b.upper - b.lower <= 1e-2 * b.upper, b
+    assert found[0].upper > 0.1
+    assert found[-1].upper < 1e-15
+
+
+AGREE: list[tuple[tuple[Term, ...], float]] = [
+    ((GaussianTerm(0.01, 1.0, 100),), 1e-5),
+    ((GaussianTerm(0.3, 0.5, 20),), 1e-6),
+    ((GaussianTerm(5e-4, 1.560963, 5000),), 1e-5),
+    ((GaussianTerm(0.02, 0.8, 50), GaussianTerm(1.0, 0.2, 1), LaplaceTerm(0.1, 4)), 1e-5),
+    ((LaplaceTerm(0.5, 8),), 1e-4),
+]
+
+
+@pytest.mark.parametrize(("terms", "delta"), AGREE, ids=repr)
+def test_dp_accountings_two_roundings_lie_around(terms: tuple[Term, ...], delta: float) -> None:
+    found = bounds._epsilon(terms, delta, lambda e: 1e-3 * e, time.monotonic() + 60.0)
+    below, above = (
+        reference.dp_accounting_pld(terms, delta, pessimistic=p, interval=5e-4)
+        for p in (False, True)
+    )
+    assert below.allowing_for_rounding <= found.upper
+    assert found.lower <= above.allowing_for_rounding
+    assert above.epsilon - found.upper < 5e-3
 
 
 # -- questions -------------------------------------------------------------------------------------
@@ -329,6 +715,13 @@ def test_a_bad_epsilon_is_refused(epsilon: Any) -> None:
     assert caught.value.field == "epsilon"
 
 
+@pytest.mark.parametrize("tolerance", [0.0, -1.0, 1e-10, math.nan, math.inf, "1", True])
+def test_a_bad_tolerance_is_refused(tolerance: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        accounting.epsilon(gaussian(1.0), 1e-5, tolerance=tolerance)
+    assert caught.value.field == "tolerance"
+
+
 def test_bad_profiles_and_limits_are_refused() -> None:
     for points in ([], [1.0] * 1001):
         with pytest.raises(InvalidRequest) as caught:
@@ -344,21 +737,6 @@ def test_bad_profiles_and_limits_are_refused() -> None:
         assert caught.value.field == field
 
 
-def test_a_profile_falls_and_agrees_with_epsilon() -> None:
-    m = subsampled(0.01, 1.0, 100)
-    points = [0.0, 0.25, 0.5, 1.0, 2.0, 4.0]
-    found = accounting.profile(m, points)
-    assert [b.epsilon for b in found] == points
-    uppers = [b.upper for b in found]
-    assert uppers == sorted(uppers, reverse=True)
-    for b in found:
-        assert 0.0 <= b.lower <= b.upper <= 1.0
-    middle = found[3]
-    assert accounting.epsilon(m, middle.upper).lower <= 1.0
-    assert accounting.epsilon(m, middle.upper).upper == pytest.approx(1.0, abs=1e-3)
-    assert accounting.delta(m, 1.0).upper == middle.upper
-
-
 def test_the_json_of_a_bracket() -> None:
     written = accounting.epsilon(subsampled(0.01, 1.0, 100), 1e-5).to_json()
     assert set(written) == {
@@ -369,199 +747,144 @@ def test_the_json_of_a_bracket() -> None:
     json.dumps(written, allow_nan=False)
 
 
+# -- kept answers ----------------------------------------------------------------------------------
+
+
 def test_the_same_question_has_the_same_answer() -> None:
     m = subsampled(0.02, 1.5, 7)
     first = accounting.epsilon(m, 1e-6)
+    assert accounting.epsilon(subsampled(0.02, 1.5, 7), 1e-6) is first
     bounds._CACHE.clear()
-    pld_pool.POOL.close()
     assert accounting.epsilon(m, 1e-6) == first
 
 
-def test_answers_are_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = 0
-    inner = bounds._epsilon
+def test_another_question_has_its_own_answer() -> None:
+    m = subsampled(0.02, 1.5, 7)
+    first = accounting.epsilon(m, 1e-6)
+    for other in (
+        accounting.epsilon(m, 1.1e-6),
+        accounting.epsilon(m, 1e-6, tolerance=1e-5),
+        accounting.epsilon(subsampled(0.02, 1.5, 8), 1e-6),
+        accounting.epsilon(subsampled(0.02, 1.4, 7), 1e-6),
+        accounting.epsilon(subsampled(0.021, 1.5, 7), 1e-6),
+    ):
+        assert other is not first
+        assert other != first
+    # a longer limit would give no other answer
+    assert accounting.epsilon(m, 1e-6, limits=Limits(seconds=9.0)) is first
+    points = accounting.profile(m, [0.1, 0.2])
+    assert [b.epsilon for b in accounting.profile(m, [0.2, 0.1])] == [0.2, 0.1]
+    points.clear()  # the caller's own list
+    assert len(accounting.profile(m, [0.1, 0.2])) == 2
 
-    def counted(*args: Any) -> tuple[Bracket, bool]:
-        nonlocal asked
-        asked += 1
-        return inner(*args)
 
-    monkeypatch.setattr(bounds, "_epsilon", counted)
-    for _ in range(3):
-        accounting.epsilon(gaussian(1.0), 1e-5)
-    assert asked == 1
-    accounting.epsilon(gaussian(1.0), 1e-6)
-    accounting.epsilon(gaussian(2.0), 1e-5)
-    accounting.epsilon(gaussian(1.0), 1e-5, limits=Limits(seconds=9.0))
-    assert asked == 4
+def test_kept_answers_are_bounded_in_number() -> None:
     small = bounds._Cache(2)
     for key in ("a", "b", "c"):
         small.get(key, lambda: (0, True))
     assert small.get("a", lambda: (1, True)) == 1
     assert small.get("c", lambda: (2, True)) == 0
-
-
-# -- limits ----------------------------------------------------------------------------------------
-
-
-def test_out_of_time_means_the_renyi_bound_and_no_process_left() -> None:
-    pld_pool.POOL.close()
-    m = subsampled(5e-4, 0.5, 1000)
-    begin = time.monotonic()
-    found = accounting.epsilon(m, 1e-5, limits=Limits(seconds=0.05))
-    assert time.monotonic() - begin < 5.0
-    assert found.method == "renyi"
-    assert found.upper == cumulants.best_epsilon(dominating_terms(m)[0], 1e-5)[0]
-    assert found.lower == 0.0
-    assert "time" in found.reason
-    assert pld_pool.POOL.idle_pids() == ()
-    # it was not kept: with time, the better bound comes
-    assert accounting.epsilon(m, 1e-5, limits=Limits(seconds=0.05)).method == "renyi"
-    assert accounting.epsilon(m, 1e-5).upper < found.upper
-
-
-def test_out_of_memory_means_a_coarser_or_the_renyi_bound() -> None:
-    m = subsampled(5e-4, 0.25, 50_000)
-    pld_pool.POOL.close()  # a process that has answered before may have room to spare
-    found = accounting.epsilon(m, 1e-5, limits=Limits(seconds=30.0, megabytes=1))
-    assert found.method == "renyi"
-    assert "memory" in found.reason or "ended" in found.reason
-    assert accounting.epsilon(m, 1e-5).method == "dp_accounting_pld"
-
-
-def test_what_can_not_be_discretised_is_not_tried() -> None:
-    found = accounting.epsilon(subsampled(0.5, 1e-3, 10), 1e-5)
-    assert found.method == "renyi"
-    assert "too wide" in found.reason
-    exact = accounting.epsilon(gaussian(1e-3, 10), 1e-5)
-    assert 0.9 * exact.upper < found.upper < 1.1 * exact.upper
-
-
-def test_a_killed_process_is_replaced() -> None:
-    accounting.epsilon(subsampled(0.01, 1.0, 10), 1e-5)
-    (pid,) = pld_pool.POOL.idle_pids()
-    os.kill(pid, signal.SIGKILL)
-    found = accounting.epsilon(subsampled(0.01, 1.0, 11), 1e-5)
-    assert found.method == "dp_accounting_pld"
-    assert pid not in pld_pool.POOL.idle_pids()
+    assert small.get("d", lambda: (3, False)) == 3
+    assert small.get("d", lambda: (4, True)) == 4
 
 
 def test_questions_from_several_threads() -> None:
-    answers: list[Bracket] = []
-    threads = [
-        threading.Thread(
-            target=lambda n=n: answers.append(accounting.epsilon(subsampled(0.01, 2.0, n), 1e-5))
-        )
-        for n in (3, 3, 4)
-    ]
+    answers: dict[int, Bracket] = {}
+
+    def ask(i: int) -> None:
+        answers[i] = accounting.epsilon(subsampled(0.01, 2.0, 3 + i // 2), 1e-5)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    assert sorted(a.upper for a in answers)[0] == sorted(a.upper for a in answers)[1]
-    assert len(pld_pool.POOL.idle_pids()) == 1
+    bounds._CACHE.clear()
+    for i in range(8):
+        assert answers[i] == accounting.epsilon(subsampled(0.01, 2.0, 3 + i // 2), 1e-5)
 
 
-def test_the_process_ends_with_its_owner() -> None:
-    owner = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import os, accounting\n"
-            "from accounting import bounds, pld_pool\n"
-            "bounds.warm_up()\n"
-            "print(pld_pool.POOL.idle_pids()[0], flush=True)\n"
-            "os._exit(0)",  # no clean-up of any kind
-        ],
-        cwd=Path(accounting.__file__).parent.parent,
+# -- limits ----------------------------------------------------------------------------------------
+
+HARD = [
+    subsampled(3e-6, 0.5, 200),
+    subsampled(1e-6, 0.03, 100_000),
+    subsampled(0.5, 1e-3, 10),
+    composition(*(subsampled(0.01 + i / 1e5, 1.0 + i / 100, 10) for i in range(300))),
+    composition(*(laplace(0.01 + i, 100) for i in range(30)), subsampled(1e-4, 0.2, 1000)),
+]
+
+
+@pytest.mark.parametrize("m", HARD, ids=lambda m: m.kind + str(m.alternatives()[0][0]))
+def test_out_of_time_means_a_wide_bracket_with_its_reason(m: Any) -> None:
+    started = time.monotonic()
+    found = accounting.epsilon(m, 1e-5, limits=Limits(seconds=0.01))
+    curve = accounting.profile(m, [0.1 * i for i in range(100)], limits=Limits(seconds=0.01))
+    assert time.monotonic() - started < 20.0  # 2 s each, on a machine with other work
+    assert 0.0 <= found.lower <= found.upper < math.inf
+    assert is_tight(found) or found.upper <= 1e-3 or found.reason
+    for b in curve:
+        assert 0.0 <= b.lower <= b.upper <= 1.0
+        assert b.upper - b.lower <= 0.1 * b.upper or b.reason
+
+
+def test_what_time_cut_short_is_not_kept() -> None:
+    m = composition(*(subsampled(0.01 + i / 1e5, 1.0 + i / 100, 10) for i in range(40)))
+    short = accounting.epsilon(m, 1e-5, limits=Limits(seconds=1e-4))
+    found = accounting.epsilon(m, 1e-5)
+    assert is_tight(found)
+    assert short.lower <= found.upper
+    assert found.lower <= short.upper
+    assert accounting.epsilon(m, 1e-5) is found
+
+
+def test_what_the_contour_can_not_reach_has_a_renyi_bound() -> None:
+    found = accounting.epsilon(subsampled(0.5, 1e-3, 10), 1e-5)
+    exact = accounting.epsilon(gaussian(1e-3, 10), 1e-5)
+    assert found.upper < 1.1 * exact.upper
+    assert 0.09 * exact.upper < found.lower
+    assert found.reason or is_tight(found)
+
+
+def in_another_process(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
-    )
-    pid = int(owner.stdout)
-    deadline = time.monotonic() + 10.0
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _runs(pid)
+        timeout=300,
+    ).stdout
 
 
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"  # ended, and not yet collected by the machine's first process
-
-
-def test_a_fork_leaves_the_process_to_its_owner() -> None:
-    bounds.warm_up()
-    (pid,) = pld_pool.POOL.idle_pids()
-    code = (
-        "import os, accounting\n"
-        "from accounting import bounds, pld_pool\n"
+def test_hard_questions_take_little_memory() -> None:
+    """Thirty of them, each a new one: at most 300 MB above what the imports take."""
+    grown = in_another_process(
+        "import resource\n"
+        "import accounting\n"
+        "from accounting import bounds, mechanism_from_json\n"
         "bounds.warm_up()\n"
-        "m = accounting.mechanism_from_json({'kind': 'subsampled_gaussian', "
-        "'sampling_probability': 0.01, 'noise_multiplier': 1.0, 'count': 3})\n"
-        "child = os.fork()\n"
-        "assert bool(pld_pool.POOL.idle_pids()) == (child != 0)\n"
-        "upper = accounting.epsilon(m, 1e-5).upper\n"
-        "if child == 0:\n"
-        "    pld_pool.POOL.close()\n"
-        "    os._exit(0 if upper > 0 else 1)\n"
-        "assert os.waitpid(child, 0)[1] == 0\n"
-        "assert accounting.epsilon(m, 1e-6).upper > upper\n"
+        "def peak():\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+        "before = peak()\n"
+        "def ask(q, sigma, count, delta):\n"
+        "    m = mechanism_from_json({'kind': 'subsampled_gaussian', 'sampling_probability': q,\n"
+        "        'noise_multiplier': sigma, 'count': count})\n"
+        "    accounting.epsilon(m, delta)\n"
+        "for i in range(15):\n"
+        "    ask(5e-4 * (1 + i), 0.256489, 50_000, 1e-5)\n"
+        "    ask(10.0 ** (-6 + 0.4 * i), 0.9, 10 ** (6 - i // 3), 10.0 ** (-4 - i))\n"
+        "accounting.profile(mechanism_from_json({'kind': 'subsampled_gaussian',\n"
+        "    'sampling_probability': 5e-4, 'noise_multiplier': 0.4784, 'count': 50_000}),\n"
+        "    [0.02 * i for i in range(1000)])\n"
+        "print(peak() - before)\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(accounting.__file__).parent.parent,
-        check=True,
-        timeout=60,
-    )
-    assert pld_pool.POOL.idle_pids() == (pid,)
+    assert float(grown) < 300.0
 
 
 def test_importing_the_package_is_light() -> None:
-    code = (
+    in_another_process(
         "import sys, accounting\n"
         "accounting.mechanism_from_json({'kind': 'gaussian', 'noise_multiplier': 1.0})\n"
         "assert not {'numpy', 'scipy', 'dp_accounting', 'torch'} & set(sys.modules)\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(accounting.__file__).parent.parent, check=True
-    )
-
-
-def test_epsilon_as_declared_is_rounded_up() -> None:
-    for text in ("0.1", "0.3", "0.7", "1.1"):
-        upper = accounting.epsilon(declared(float(text)), 1e-5).upper
-        assert Fraction(upper) >= Fraction(text)
-        assert upper <= math.nextafter(float(text), 2.0)
-
-
-def test_a_curve_ends_with_its_time() -> None:
-    """Points beyond the deadline get the bracket that holds for every mechanism, and a reason."""
-    m = mechanism_from_json(
-        {
-            "kind": "composition",
-            "parts": [
-                {
-                    "mechanism": {
-                        "kind": "subsampled_gaussian",
-                        "sampling_probability": 0.01,
-                        "noise_multiplier": 1.0 + i / 100,
-                        "count": 10,
-                    }
-                }
-                for i in range(100)
-            ],
-        }
-    )
-    found = bounds.profile(m, [float(i) for i in range(200)], limits=Limits(0.05, 4096))
-    assert len(found) == 200
-    assert found[-1].upper == 1.0
-    assert found[-1].reason

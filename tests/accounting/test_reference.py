@@ -6,6 +6,12 @@ import csv
 import importlib.util
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from decimal import Decimal, localcontext
 from pathlib import Path
 from typing import Any
@@ -461,6 +467,89 @@ def test_the_kept_process_is_for_distributions_only() -> None:
     assert len(kept) == 1
     reference.compare(subsampled(0.1, 1.0, 1), 1e-5, methods=["dp_accounting_rdp"])
     assert pld_pool.POOL.idle_pids() == kept
+
+
+def run_in_another_process(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(reference.__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+
+
+# What starts the kept process and leaves it waiting.
+ASK = (
+    "import os\n"
+    "from accounting import reference\n"
+    "from accounting.mechanisms import GaussianTerm\n"
+    "from accounting.pld_pool import POOL\n"
+    "def ask():\n"
+    "    terms = (GaussianTerm(0.5, 0.1, 1),)\n"
+    "    return reference.dp_accounting_pld(terms, 1e-5, pessimistic=True, interval=1e-2)\n"
+    "first = ask()\n"
+)
+
+
+def ask() -> reference.PldEpsilon:
+    terms = (GaussianTerm(0.5, 0.1, 1),)
+    return reference.dp_accounting_pld(terms, 1e-5, pessimistic=True, interval=1e-2)
+
+
+def test_a_killed_process_is_replaced() -> None:
+    first = ask()
+    (pid,) = POOL.idle_pids()
+    os.kill(pid, signal.SIGKILL)
+    # Its question fails, and the next one, at a coarser interval, has a new process.
+    terms = (GaussianTerm(0.5, 0.1, 1),)
+    coarser = reference.dp_accounting_pld(terms, 1e-5, pessimistic=True)
+    assert coarser.epsilon == pytest.approx(first.epsilon, abs=0.1)
+    assert pid not in POOL.idle_pids()
+    assert ask() == first
+
+
+def test_the_process_ends_with_its_owner() -> None:
+    code = ASK + "print(POOL.idle_pids()[0], flush=True)\nos._exit(0)\n"  # no clean-up of any kind
+    pid = int(run_in_another_process(code))
+    deadline = time.monotonic() + 10.0
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # ended, and not yet collected by the machine's first process
+
+
+def test_a_fork_leaves_the_process_to_its_owner() -> None:
+    run_in_another_process(
+        ASK + "child = os.fork()\n"
+        "assert bool(POOL.idle_pids()) == (child != 0)\n"
+        "same = ask() == first\n"
+        "if child == 0:\n"
+        "    POOL.close()\n"
+        "    os._exit(0 if same else 1)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert same and ask() == first\n"
+    )
+
+
+def test_questions_from_several_threads() -> None:
+    answers: list[reference.PldEpsilon] = []
+    threads = [threading.Thread(target=lambda: answers.append(ask())) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(answers) == 3
+    assert set(map(repr, answers)) == {repr(ask())}
+    assert len(POOL.idle_pids()) == 1
 
 
 # -- side by side ----------------------------------------------------------------------------------
