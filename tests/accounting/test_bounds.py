@@ -313,8 +313,9 @@ def test_blocks_by_the_way_they_are_drawn(percent: int, sampling: str, expected:
         }
     )
     found = accounting.epsilon(m, 1e-5)
-    # three printed digits of values that were certified with coarser steps
-    assert found.upper == pytest.approx(float(expected), rel=2e-3, abs=5e-4)
+    # printed to three digits, certified with coarser steps
+    half = 0.5 * 10.0 ** -len(expected.partition(".")[2])
+    assert abs(found.upper - float(expected)) <= max(half, 2e-3 * float(expected))
     assert is_tight(found)
 
 
@@ -576,7 +577,7 @@ def test_splitting_a_composition_changes_nothing(
     )
     assert least.lower <= found.upper
     assert found.lower <= most.upper
-    assert found.upper - found.lower <= max(1e-3 * found.upper, 1e-9)
+    assert found.upper - found.lower <= max(1e-3 * found.upper, 1e-5)
 
 
 def test_a_thousand_different_parts() -> None:
