@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -40,6 +41,7 @@ from worker.uploads import clear_stale_uploads
 log = logging.getLogger("epsilond.api")
 access_log = logging.getLogger("epsilond.access")
 
+SWITCH_SECONDS: Final = 5e-4
 ROUTERS: Final = (
     service.router,
     admin.router,
@@ -62,6 +64,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         current_default_thread_limiter().total_tokens = deps.THREADS
+        # A question holds the interpreter between array operations. At the default of 5 ms, those
+        # beside it wait for turns longer than their own answers take.
+        sys.setswitchinterval(SWITCH_SECONDS)
         running = await run_in_threadpool(_open, chosen)
         app.state.service = running
         sweeper = Sweeper(

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from sqlalchemy import select
+from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from accounting.tables import KeyRow
@@ -131,13 +131,19 @@ def bearer_of(header: str | None) -> str:
     return key
 
 
+# Every request asks this; made once, it need not be built and compiled for each.
+_KEY_OF = select(KeyRow.id, KeyRow.organisation_id, KeyRow.scopes, KeyRow.revoked_at).where(
+    KeyRow.sha256 == bindparam("sha256")
+)
+
+
 def principal_of(session: Session, key: str) -> Principal:
     """The caller behind a key.
 
     Raises:
         ProblemError: unauthenticated, if the key is unknown or revoked.
     """
-    row = session.scalar(select(KeyRow).where(KeyRow.sha256 == key_sha256(key)))
+    row = session.execute(_KEY_OF, {"sha256": key_sha256(key)}).one_or_none()
     if row is None or row.revoked_at is not None:
         raise ProblemError("unauthenticated")
     return Principal(row.id, row.organisation_id, frozenset(str(s) for s in row.scopes))

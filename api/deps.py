@@ -193,12 +193,12 @@ class Service:
         self.database.dispose()
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-def _principal(request: Request) -> Principal:
+async def _principal(request: Request) -> Principal:
     principal: Principal | None = request.state.principal
     if principal is None:
         # A route marked public asked for its caller: a mistake in the table, never a way in.
