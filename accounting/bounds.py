@@ -44,6 +44,7 @@ MAX_POINTS: Final = 1000
 RELATIVE_TOLERANCE: Final = 1e-3
 ABSOLUTE_TOLERANCE: Final = 1e-3
 LEAST_TOLERANCE: Final = 1e-9
+NEGLIGIBLE: Final = 1e-7  # a width of epsilon that is narrow enough, however small epsilon is
 
 Direction = Literal["remove", "add", "both"]
 T = TypeVar("T")
@@ -133,7 +134,8 @@ def epsilon(
     """The bracket of epsilon at delta.
 
     Args:
-        tolerance: the wanted width; by default the smaller of 1e-3 and 1e-3 of epsilon. Where
+        tolerance: the wanted width; by default the smaller of 1e-3 and 1e-3 of epsilon (1e-7 where
+            epsilon is below 1e-4). Where
             double precision or the limits do not allow it, the bracket is wider and says why.
 
     Raises:
@@ -164,7 +166,7 @@ def confirming_epsilon(m: Mechanism, delta: float, *, limits: Limits = DEFAULT) 
 
 
 def _default_tolerance(epsilon: float) -> float:
-    return min(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * epsilon)
+    return max(NEGLIGIBLE, min(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * epsilon))
 
 
 def _ask(
@@ -313,7 +315,7 @@ def _epsilon(
         return Bracket(math.inf, math.inf, delta, "both", "as_declared", reason=reason)
 
     declared = _as_declared(terms, delta)
-    if declared is not None and len(terms) == 1 and terms[0].count == 1:
+    if declared is not None and _is_stated(terms, delta):
         lower = _worst_declared_epsilon(terms[0], delta)
         return Bracket(lower, declared, delta, "both", "as_declared")
 
@@ -349,6 +351,9 @@ def _rest_epsilon(
     exact = closed_forms.epsilon_bounds(terms, delta)
     if exact is not None:
         return Bracket(exact.lower, exact.upper, delta, exact.direction, exact.method)
+    top = closed_forms.top_bounds(terms, delta)
+    if top is not None and top[1] - top[0] <= tolerance(top[0]):
+        return Bracket(*top, delta, "both", "closed_form")
     try:
         found, direction = contour.epsilon_of(terms, delta, tolerance, end)
     except contour.OutOfReach as stop:
@@ -442,6 +447,14 @@ def _all_unsampled(terms: Iterable[Term]) -> list[tuple[float, int]] | None:
             return None
         out.append((term.mu, term.count))
     return out
+
+
+def _is_stated(terms: tuple[Term, ...], delta: float) -> bool:
+    """Whether the terms are one declared part and delta is just its own."""
+    term = terms[0]
+    if len(terms) > 1 or term.count > 1 or not isinstance(term, ApproximateDPTerm):
+        return False
+    return term.delta > 0 and Decimal(repr(delta)) == term.delta
 
 
 # -- (epsilon, delta) parts ------------------------------------------------------------------------

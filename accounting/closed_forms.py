@@ -14,8 +14,8 @@ and at the best E for the left side, a set where P/P' is large, P(E) >= P'(E).
 
 **One Laplace output:** delta = 1 - exp((epsilon - rate)/2) up to epsilon = rate.
 
-**n randomised responses:** S = (n - 2k) eps0 with binomial probabilities, k flipped answers, so
-delta = sum of pmf(k) (1 - exp(epsilon - (n - 2k) eps0)) over S > epsilon: positive terms only.
+**Randomised responses:** S = sum of (n - 2k) eps0 with binomial probabilities, k flipped answers,
+so delta = sum of pmf (1 - exp(epsilon - S)) over S > epsilon: positive terms only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scipy.special import gammaln
 from accounting import gaussian_dp
 from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
 
-MAX_RESPONSES: Final = 2_000
+MAX_SUMS: Final = 4_000  # of losses of randomised responses
 _U: Final = 2.0**-53
 _E: Final = 64.0 * _U  # relative; no chain of operations here has as many as 64 roundings
 
@@ -54,8 +54,9 @@ def epsilon_bounds(terms: Sequence[Term], delta: float) -> Exact | None:
     if isinstance(term, LaplaceTerm):
         lower, upper = _laplace_epsilon(term, delta)
         return Exact(lower, upper, "both", "closed_form")
-    if isinstance(term, ApproximateDPTerm):
-        below, above = (_Responses(term, up=up) for up in (False, True))
+    responses = _all_responses(terms)
+    if responses is not None:
+        below, above = (_Responses(responses, up=up) for up in (False, True))
         return Exact(below.epsilon(delta), above.epsilon(delta), "both", "randomized_response")
     return None
 
@@ -70,10 +71,34 @@ def delta_bounds(terms: Sequence[Term], epsilon: float) -> Exact | None:
         slack = _E * (term.inverse_scale + epsilon)
         lower, upper = (max(0.0, -math.expm1(-max(0.0, gap + s))) for s in (-slack, slack))
         return Exact(lower * (1.0 - _E), min(1.0, upper * (1.0 + _E)), "both", "closed_form")
-    if isinstance(term, ApproximateDPTerm):
-        below, above = (_Responses(term, up=up) for up in (False, True))
+    responses = _all_responses(terms)
+    if responses is not None:
+        below, above = (_Responses(responses, up=up) for up in (False, True))
         return Exact(below.delta(epsilon), above.delta(epsilon), "both", "randomized_response")
     return None
+
+
+def top_bounds(terms: Sequence[Term], delta: float) -> tuple[float, float] | None:
+    """Bounds on epsilon at delta where every loss is bounded: Laplace and pure-DP parts.
+
+    S is at most its largest value s, which it takes with probability p = prod 1/2 (Laplace) and
+    1/(1 + e^-eps0): delta(eps) >= p (1 - e^(eps - s)), so epsilon >= s + log(1 - delta/p).
+    """
+    largest, log_p = [], []
+    for term in terms:
+        if isinstance(term, LaplaceTerm):
+            largest.append(term.count * term.inverse_scale)
+            log_p.append(term.count * math.log(0.5))
+        elif isinstance(term, ApproximateDPTerm):
+            e = float(term.epsilon)
+            largest.append(term.count * e)
+            log_p.append(-term.count * math.log1p(math.exp(-e)))
+        else:
+            return None
+    top = math.fsum(largest)
+    share = delta * math.exp(min(-math.fsum(log_p) * (1.0 + _E) + _E, 700.0)) * (1.0 + _E)
+    low = top * (1.0 - _E) + math.log1p(-share) * (1.0 + _E) if share < 1.0 else 0.0
+    return max(0.0, low), top * (1.0 + _E)
 
 
 def least_epsilon(terms: Sequence[Term], delta: float) -> float:
@@ -95,9 +120,16 @@ def _only(terms: Sequence[Term]) -> Term | None:
     if len(terms) != 1:
         return None
     term = terms[0]
-    if isinstance(term, ApproximateDPTerm):
-        return term if term.count <= MAX_RESPONSES else None
-    return term if term.count == 1 else None
+    return term if term.count == 1 and not isinstance(term, ApproximateDPTerm) else None
+
+
+def _all_responses(terms: Sequence[Term]) -> list[ApproximateDPTerm] | None:
+    """The terms, if they are randomised responses with few enough sums of losses."""
+    responses = [t for t in terms if isinstance(t, ApproximateDPTerm)]
+    if len(responses) < len(terms):
+        return None
+    sums = math.prod(min(t.count + 1, MAX_SUMS + 1) for t in responses)
+    return responses if sums <= MAX_SUMS else None
 
 
 # -- the sampled Gaussian --------------------------------------------------------------------------
@@ -105,6 +137,8 @@ def _only(terms: Sequence[Term]) -> Term | None:
 
 def _sampled_epsilon(term: GaussianTerm, delta: float) -> tuple[float, float]:
     q, mu = term.sampling_probability, term.mu
+    if delta >= q:
+        return 0.0, 0.0  # delta(0) is q times a total variation distance
     out = []
     for side, sign in ((0, 1.0), (1, -1.0)):
         share = delta / q * (1.0 + sign * 4.0 * _U)
@@ -147,35 +181,41 @@ def _laplace_epsilon(term: LaplaceTerm, delta: float) -> tuple[float, float]:
 
 
 class _Responses:
-    """The losses and probabilities of n randomised responses, rounded to one side."""
+    """The losses and probabilities of randomised responses, rounded to one side."""
 
-    def __init__(self, term: ApproximateDPTerm, *, up: bool) -> None:
-        n = term.count
-        e = float(term.epsilon)
-        # The curve grows with eps0, a decimal that need not be a double.
-        if up and e < term.epsilon:
-            e = math.nextafter(e, math.inf)
-        if not up and e > term.epsilon:
-            e = math.nextafter(e, 0.0)
-        k = np.arange(n + 1, dtype=np.float64)
-        choose = gammaln(n + 1.0) - gammaln(k + 1.0) - gammaln(n - k + 1.0)
-        log_pmf = choose - k * e - n * math.log1p(math.exp(-e))
-        # gammaln is taken to be right to 32 units of 2^-53.
-        error = 64.0 * _U * (1.0 + 3.0 * float(gammaln(n + 1.0)) + 3.0 * n * (1.0 + e))
-        self._loss = (n - 2.0 * k) * e
-        self._pmf = np.exp(log_pmf)
+    def __init__(self, terms: Sequence[ApproximateDPTerm], *, up: bool) -> None:
+        loss, log_pmf, error, size = np.zeros(1), np.zeros(1), 0.0, 0.0
+        for term in terms:
+            n = term.count
+            e = float(term.epsilon)
+            # The curve grows with eps0, a decimal that need not be a double.
+            if up and e < term.epsilon:
+                e = math.nextafter(e, math.inf)
+            if not up and e > term.epsilon:
+                e = math.nextafter(e, 0.0)
+            k = np.arange(n + 1, dtype=np.float64)
+            choose = gammaln(n + 1.0) - gammaln(k + 1.0) - gammaln(n - k + 1.0)
+            one = choose - k * e - n * math.log1p(math.exp(-e))
+            # gammaln is taken to be right to 32 units of 2^-53.
+            error += 64.0 * _U * (1.0 + 3.0 * float(gammaln(n + 1.0)) + 3.0 * n * (1.0 + e))
+            size += n * e
+            loss = np.add.outer(loss, (n - 2.0 * k) * e).ravel()
+            log_pmf = np.add.outer(log_pmf, one).ravel()
+        self._loss, self._pmf = loss, np.exp(log_pmf)
         self._factor = 1.0 + error if up else 1.0 - error
-        self._slack = (_E if up else -_E) * n * e
+        self._slack = (_E if up else -_E) * size
         self._up = up
 
     def delta(self, epsilon: float) -> float:
         gap = self._loss - epsilon + self._slack
         above = gap > 0.0
         value = float((self._pmf[above] * -np.expm1(-gap[above])).sum()) * self._factor
-        return min(1.0, max(0.0, value))
+        # Whatever is below the least double is not 0, unless no loss reaches epsilon.
+        least = 1e-300 if self._up and above.any() else 0.0
+        return min(1.0, max(least, value))
 
     def epsilon(self, delta: float) -> float:
-        low, high = 0.0, float(self._loss[0]) * (1.0 + _E)
+        low, high = 0.0, float(self._loss.max()) * (1.0 + _E)
         if self.delta(0.0) <= delta:
             return 0.0
         # Invariant: delta(low) > delta >= delta(high), as far as the rounded values show.

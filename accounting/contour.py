@@ -30,7 +30,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,10 +50,10 @@ _LOG_SQRT_2PI: Final = 0.5 * math.log(2.0 * math.pi)
 _FAR: Final = 700.0  # exp of more would overflow
 
 _NODES: Final = 40
-_X, _W = np.polynomial.legendre.leggauss(_NODES)
-# Of the nodes and weights above; a test compares them with ball arithmetic.
+# Of the nodes, absolutely, and of the weights, relatively; a test compares them with ball
+# arithmetic.
 _NODE_ERROR: Final = 4.0 * U
-_WEIGHT_ERROR: Final = 256.0 * U
+_WEIGHT_ERROR: Final = 16.0 * U
 # Bernstein ellipses that are tried for a panel's error bound: sum of the semi-axes over the
 # half-width. The bound is (64/15) F rho^(-2n) / (1 - rho^-2) times the half-width (Trefethen 2013,
 # theorem 19.3), F the largest modulus inside the ellipse.
@@ -79,8 +79,32 @@ LEAST_DELTA: Final = 1e-290
 _TILTS: Final = np.exp(np.arange(math.log(1e-5), math.log(1e7), 0.3))
 
 
+def _gauss_legendre(n: int) -> tuple[Array, Array]:
+    """Nodes and weights on [-1, 1]: NumPy's, whose outer weights are off by thousands of units,
+    improved by Newton's method in extended precision; w = 2 / ((1 - x^2) P'(x)^2)."""
+    x: Any = np.polynomial.legendre.leggauss(n)[0].astype(np.longdouble)
+    for _ in range(4):
+        before, value = np.ones_like(x), x
+        for k in range(2, n + 1):
+            before, value = value, ((2 * k - 1) * x * value - (k - 1) * before) / k
+        slope = n * (before - x * value) / (1 - x * x)
+        x = x - value / slope
+    weights = 2 / ((1 - x * x) * slope * slope)
+    return np.asarray(x, dtype=np.float64), np.asarray(weights, dtype=np.float64)
+
+
 class OutOfReach(Exception):
     """The question leaves what double precision, or the limit on work, can answer."""
+
+
+class OutOfTime(OutOfReach):
+    """The time was over."""
+
+    def __init__(self) -> None:
+        super().__init__("the time was over")
+
+
+_X, _W = _gauss_legendre(_NODES)
 
 
 def _kappa(c: Array) -> Array:
@@ -800,7 +824,9 @@ _Marks = tuple[float, list[_Label | None], list[_Sampled | None]]
 class Composition:
     """One direction of a composition of terms, without the terms' own deltas."""
 
-    def __init__(self, terms: Sequence[Term], direction: Direction) -> None:
+    def __init__(
+        self, terms: Sequence[Term], direction: Direction, deadline: float = math.inf
+    ) -> None:
         self.parts: list[_Part] = []
         variances = []
         for term in terms:
@@ -821,6 +847,7 @@ class Composition:
         if not variances:
             self.largest = math.fsum(p.count * p.largest() for p in self.parts) * (1.0 + 4.0 * U)
         self._terms = tuple(terms)
+        self.deadline = deadline
         self.fall_tilt = 0.0
         self.marks: list[_Sampled | None] = []
         self._window = (0.0, math.inf)
@@ -836,9 +863,11 @@ class Composition:
         same = cap == self._window[1] or abs(cap / self._window[1] - 1.0) < 1e-3
         if same and 0.5 < self._window[0] / max(outside, 1e-300) < 2.0:
             return
-        self._window = (outside, cap)
+        self._window = (0.0, math.nan)  # of no cut, until this one is done
         for part in self.parts:
+            self.check_time()
             part.cut(outside / (part.count * len(self.parts)), cap)
+        self._window = (outside, cap)
         self._rough = [part.rough(self._tilts) for part in self.parts]
         self._log_mgf = 0.5 * self.variance * (self._tilts * self._tilts + self._tilts)
         for part, rough in zip(self.parts, self._rough, strict=True):
@@ -859,6 +888,11 @@ class Composition:
             for side in (0, 1)
         )
         return low * (1.0 - 4.0 * _LIB), min(1.0, high * (1.0 + 4.0 * _LIB))
+
+    def check_time(self) -> None:
+        """Raises OutOfTime after the deadline."""
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
 
     def large_at(self, epsilon: float) -> float:
         """About the share of delta that outputs with a loss beyond the windows bring."""
@@ -1014,11 +1048,13 @@ class Composition:
         return math.fsum(parts) + 4.0 * U * math.fsum(map(abs, parts))
 
     def chernoff_log_delta(self, epsilon: float) -> tuple[float, float]:
-        """(about the Chernoff bound on log delta, the tilt that gives it)."""
+        """(about the Chernoff bound on log delta, about -d log delta / d epsilon)."""
         with np.errstate(all="ignore"):
             bound = self._log_mgf + _kappa(self._tilts) - self._tilts * epsilon
         i = int(np.nanargmin(np.where(np.isfinite(bound), bound, np.inf)))
-        return float(bound[i]), float(self._tilts[i])
+        # Near epsilon = 0 the bound's tilt says nothing; the loss's own scale does.
+        scale = int(np.argmax(self._log_mgf > 0.5))
+        return float(bound[i]), max(float(self._tilts[i]), 0.5 * float(self._tilts[scale]))
 
     def plan(
         self,
@@ -1043,10 +1079,15 @@ class Composition:
         with np.errstate(all="ignore"):
             lost = np.maximum(self._log_mgf - self._tilts * epsilon - log_delta, 0.0)
             left = (nats - log_delta) / tilts
-            right = _kappa(second) + self._log_mgf[None, :] - second * epsilon - log_delta + nats
+            # The smoothing Gaussian's loss is part of the upper sum.
+            spread = 0.5 * smoothing * smoothing * (second * second + second)
+            right = _kappa(second) + self._log_mgf[None, :] + spread
+            right = right - second * epsilon - log_delta + nats
             right = right / (second - tilts)
             if epsilon < self.largest < math.inf:
-                right = np.minimum(right, (self.largest - epsilon) * (1.0 + 1e-9))
+                # Nothing of S lies beyond, and little of S and the smoothing Gaussian.
+                beyond = (self.largest - epsilon) * (1.0 + 1e-9)
+                right = np.minimum(right, beyond + smoothing * (8.0 + smoothing * tilts))
             period = np.where(second > tilts, np.maximum(left, right), np.inf)
             cost = period * (np.sqrt(nats + lost) * (1.0 + 0.02 * lost))[:, None]
             over = np.maximum(lost - max(most_lost, float(np.nanmin(lost))), 0.0)
@@ -1088,6 +1129,7 @@ class Composition:
 
         def decayed(t: float) -> float:
             total = 0.5 * self.variance * t * t
+            self.check_time()
             for part, scale in chosen:
                 total += times * part.count * part.decay(tilt, t, scale, 1.0)
             return total
@@ -1128,6 +1170,7 @@ class Contour:
         log_rest, marked_decay = np.zeros(count, dtype=np.complex128), 0.0
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             for part, mark in zip(whole.parts, marks, strict=True):
+                whole.check_time()
                 found = part.transform(c, step, count)
                 work += count * found.nodes
                 if work > MAX_WORK:
@@ -1292,7 +1335,8 @@ class Contour:
         large = large + scale * np.minimum(fall, 1.0) * self._large_below_sum
         # Nor can large losses bring more than their probability.
         large = np.where(epsilon < _FAR, np.minimum(large, self._large[1]), self._large[1])
-        bound = value + large
+        # Whatever is below the least double is not 0, unless no loss reaches epsilon.
+        bound = np.maximum(value + large, np.where(epsilon < self._whole.largest, 1e-300, 0.0))
         return np.where(np.isnan(bound), math.inf, bound)
 
     def lower(self, epsilon: Array) -> Array:
@@ -1366,14 +1410,11 @@ class Found:
     reason: str = ""
 
 
-def epsilon(
-    whole: Composition, delta: float, tolerance: Callable[[float], float], deadline: float
-) -> Found:
+def epsilon(whole: Composition, delta: float, tolerance: Callable[[float], float]) -> Found:
     """Bounds on epsilon at delta, in one direction of a composition.
 
     Args:
         tolerance: the wanted width, given epsilon.
-        deadline: time.monotonic() after which the best bracket so far is returned.
 
     Raises:
         OutOfReach: no bound was found.
@@ -1393,9 +1434,12 @@ def epsilon(
         try:
             plan = _planned(whole, at, delta, slope, accuracy, most_lost, share)
             contour = Contour(whole, plan)
+        except OutOfTime as stop:
+            reason = str(stop)
+            break
         except OutOfReach as stop:
             reason = str(stop)
-            if loosen > 1e5 or time.monotonic() > deadline:
+            if loosen > 1e5:
                 break
             loosen *= 10.0
             continue
@@ -1404,7 +1448,8 @@ def epsilon(
         terms = contour.error_terms(high if high < math.inf else at)
         if high == 0.0:
             return Found(0.0, 0.0, terms)
-        if high - low <= tolerance(low) or time.monotonic() > deadline:
+        if high - low <= tolerance(low):
+            reason = ""
             break
         if high == math.inf:
             loosen *= 10.0
@@ -1433,6 +1478,8 @@ def epsilon(
         raise OutOfReach(reason or "no upper bound was found")
     if low > high:
         raise OutOfReach("the bounds contradict each other")
+    if not reason and high - low > tolerance(low):
+        reason = "double precision, or the limit on work, allowed no less"
     return Found(low, high, terms, reason)
 
 
@@ -1614,10 +1661,10 @@ def epsilon_of(
     """
     if _total_variation(terms) <= delta:
         return Found(0.0, 0.0, {}), "both"
-    remove = epsilon(Composition(terms, "remove"), delta, tolerance, deadline)
+    remove = epsilon(Composition(terms, "remove", deadline), delta, tolerance)
     if not _directed(terms):
         return remove, "both"
-    whole = Composition(terms, "add")
+    whole = Composition(terms, "add", deadline)
     # Often a loss that can't exceed the other direction's lower end, or a Chernoff bound, shows
     # at once that this direction is not the worse one.
     cap = whole.largest
@@ -1626,7 +1673,7 @@ def epsilon_of(
     if cap <= remove.lower:
         return remove, "remove"
     try:
-        add = epsilon(whole, delta, tolerance, deadline)
+        add = epsilon(whole, delta, tolerance)
     except OutOfReach as stop:
         add = Found(0.0, math.inf, {}, str(stop))
     if add.upper > cap:
@@ -1672,15 +1719,16 @@ def delta_of(
 
     The terms' own deltas are left out. An epsilon that no contour reached has the bounds 0 and 1.
     """
-    whole = Composition(terms, "remove")
+    whole = Composition(terms, "remove", deadline)
     start = np.zeros(len(epsilons)), np.ones(len(epsilons))
-    low, high, errors = _deltas(whole, epsilons, *start, start[0], deadline)
+    low, high, errors = _deltas(whole, epsilons, *start, start[0])
     names: list[Worse] = ["remove"] * len(epsilons)
     if not _directed(terms):
         return low, high, ["both"] * len(epsilons), errors
     # Where a Renyi bound lies below the other direction already, no more needs to be known.
     caps = _renyi_caps(terms, epsilons)
-    other = _deltas(Composition(terms, "add"), epsilons, start[0], caps, low, deadline)
+    whole = Composition(terms, "add", deadline)
+    other = _deltas(whole, epsilons, start[0], caps, low)
     names = ["add" if b > a else "remove" for a, b in zip(high, other[1], strict=True)]
     return np.maximum(low, other[0]), np.maximum(high, other[1]), names, errors
 
@@ -1705,7 +1753,6 @@ def _deltas(
     low: Array,
     high: Array,
     enough: Array,
-    deadline: float,
 ) -> tuple[Array, Array, dict[str, float]]:
     """(lower, upper, error terms) of delta at sorted epsilons, in one direction.
 
@@ -1722,11 +1769,14 @@ def _deltas(
     beyond = epsilons >= whole.largest
     high[beyond] = 0.0
     given_up = beyond | (high <= enough)
-    whole.cut(1e-9)
+    try:
+        whole.cut(1e-9)
+    except OutOfTime:
+        return low, high, errors
     while True:
         wanted = ~given_up & (high - low > ACCURACY * high) & (high > LEAST_DELTA)
         places = np.flatnonzero(wanted)
-        if not len(places) or time.monotonic() > deadline:
+        if not len(places) or time.monotonic() > whole.deadline:
             break
         i = int(places[len(places) // 2])
         found = _one_delta(whole, float(epsilons[i]), low, high, epsilons, wanted)
