@@ -340,7 +340,7 @@ def test_assumptions_name_the_sizes_where_sampling_is_fixed_size() -> None:
 def test_an_upper_end_inside_the_recomputed_bracket_is_not_confirmed() -> None:
     """Nothing refutes it where the lower end is loose, but nothing proves it either."""
     many = SubsampledGaussian(0.0005, 1.44, 50_000)
-    true = bounds.epsilon(many, DELTA)
+    true = bounds.confirming_epsilon(many, DELTA)
     middle = (true.lower + true.upper) / 2
     assert true.lower < middle < true.upper
     check = certificates.verify(

@@ -13,7 +13,7 @@ from flint import arb, fmpq
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from accounting.closed_forms import MAX_RESPONSES, delta_bounds, epsilon_bounds, least_epsilon
+from accounting.closed_forms import MAX_SUMS, delta_bounds, epsilon_bounds, least_epsilon
 from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
 from accounting.rigorous import _bits
 
@@ -183,7 +183,7 @@ def test_responses_by_every_sequence_of_answers(text: str, count: int) -> None:
         ("0.0123456789", 700),
         ("1.5", 30),
         ("9", 4),
-        ("0.02", MAX_RESPONSES),
+        ("0.02", MAX_SUMS - 1),
     ],
 )
 def test_responses_in_ball_arithmetic(text: str, count: int) -> None:
@@ -224,7 +224,7 @@ def test_responses_end_where_their_losses_do() -> None:
     [
         (GaussianTerm(0.1, 1.0, 2),),
         (LaplaceTerm(1.0, 2),),
-        (response("0.1", MAX_RESPONSES + 1),),
+        (response("0.1", MAX_SUMS),),
         (GaussianTerm(0.1, 1.0, 1), LaplaceTerm(1.0, 1)),
     ],
     ids=repr,
