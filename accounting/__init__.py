@@ -46,3 +46,7 @@ def __getattr__(name: str) -> object:
     if name in _CALLABLE:
         return importlib.import_module(f"accounting.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE, *_CALLABLE})

@@ -35,6 +35,7 @@ from accounting.mechanisms import (
     Term,
     dominating_terms,
     mechanism_digest,
+    realised_terms,
 )
 
 VERSION: Final = "2"  # of the numbers: it changes when an answer may
@@ -43,8 +44,11 @@ MAX_EPSILON: Final = 1e6
 MAX_POINTS: Final = 1000
 RELATIVE_TOLERANCE: Final = 1e-3
 ABSOLUTE_TOLERANCE: Final = 1e-3
+LEAST_DELTA: Final = 1e-300  # near where doubles end
 LEAST_TOLERANCE: Final = 1e-9
 NEGLIGIBLE: Final = 1e-7  # a width of epsilon that is narrow enough, however small epsilon is
+
+_STANDS_FOR_MANY: Final = "one pair stands for many classes, so the upper end is not tight"
 
 Direction = Literal["remove", "add", "both"]
 T = TypeVar("T")
@@ -181,6 +185,11 @@ def _ask(
         answers = [_epsilon(terms, delta, wanted, end) for terms in dominating_terms(m)]
         worst = max(answers, key=lambda b: b.upper)
         lower = max(a.lower for a in answers)
+        below = realised_terms(m)
+        if below is not None:
+            asked = (_epsilon(terms, delta, wanted, end).lower for terms in below)
+            lower = min(worst.upper, max(asked))
+            worst = replace(worst, reason=_STANDS_FOR_MANY)
         # What the time cut short would be another answer on an idle machine.
         return replace(worst, lower=lower), time.monotonic() < end
 
@@ -216,6 +225,14 @@ def profile(
         for column in zip(*answers, strict=True):
             worst = max(column, key=lambda b: b.upper)
             out.append(replace(worst, lower=max(b.lower for b in column)))
+        below = realised_terms(m)
+        if below is not None:
+            columns = zip(*(_profile(terms, points, end) for terms in below), strict=True)
+            lowers = [max(b.lower for b in column) for column in columns]
+            out = [
+                replace(b, lower=min(b.upper, lower), reason=_STANDS_FOR_MANY)
+                for b, lower in zip(out, lowers, strict=True)
+            ]
         return out, time.monotonic() < end
 
     return list(_CACHE.get(("profile", mechanism_digest(m), points), compute))
@@ -236,6 +253,8 @@ def _check_delta(value: object) -> float:
     number = _check_number("delta", value)
     if not 0.0 < number < 1.0:
         raise InvalidRequest("delta", "must lie strictly between 0 and 1")
+    if number < LEAST_DELTA:
+        raise InvalidRequest("delta", f"must be at least {LEAST_DELTA:g}")
     return number
 
 
@@ -243,7 +262,7 @@ def _check_epsilon(value: object) -> float:
     number = _check_number("epsilon", value)
     if not 0.0 <= number <= MAX_EPSILON:
         raise InvalidRequest("epsilon", f"must lie between 0 and {MAX_EPSILON:g}")
-    return number
+    return number + 0.0  # and not -0.0
 
 
 def _check_tolerance(value: object) -> float:
@@ -411,8 +430,11 @@ def _profile(terms: tuple[Term, ...], points: tuple[float, ...], end: float) -> 
                 float(lower[i]), float(upper[i]), e, directions[i], "contour", errors
             )
             if best.upper - best.lower > 0.1 * best.upper:
-                reason = "double precision, or the time, did not allow more"
-                if time.monotonic() < end:
+                in_time = time.monotonic() < end
+                reason = "double precision, or the limit on work, allowed no less"
+                if not in_time:
+                    reason = "the time was over"
+                else:
                     value, order, by = cumulants.best_delta(_without_deltas(terms), e)
                     if value < best.upper:
                         best = replace(

@@ -633,6 +633,27 @@ def read(obj: object, free: str) -> Mechanism:
     return mechanism_from_json(_with(obj, (*inner, last), _PLACEHOLDERS[str(last)]))
 
 
+def stages_of(obj: object) -> list[Stage]:
+    """Stages from the JSON list ``[{"mechanism", "weight"}, ...]``; noise may be left out.
+
+    Raises:
+        InvalidRequest: names the field that does not fit.
+    """
+    if not isinstance(obj, list):
+        raise InvalidRequest("stages", "must be a list")
+    stages = []
+    for i, item in enumerate(obj):
+        where = f"stages[{i}]"
+        if not isinstance(item, dict) or set(item) != {"mechanism", "weight"}:
+            raise InvalidRequest(where, "must hold a mechanism and a weight")
+        try:
+            weight = check_positive("weight", item["weight"])
+            stages.append(Stage(read(item["mechanism"], "noise_multiplier"), weight))
+        except InvalidMechanism as error:
+            raise error.within(where) from None
+    return stages
+
+
 def _scaled_outputs(block: DenoisingBlock) -> _Knob:
     """The outputs of all classes, in the proportions they have now; the largest is counted."""
     classes = cast(tuple[ClassShare, ...], block.classes)

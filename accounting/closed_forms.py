@@ -145,7 +145,7 @@ def _sampled_epsilon(term: GaussianTerm, delta: float) -> tuple[float, float]:
         if not share < 1.0:
             out.append(0.0)
             continue
-        x = gaussian_dp.epsilon_bounds((mu, mu), max(share, 1e-300))[side]
+        x = gaussian_dp.epsilon_bounds((mu, mu), share)[side]
         # log(1 + q (e^x - 1))
         value = math.log1p(q * math.expm1(x)) if x < 30.0 else _far(x, q)
         out.append(max(0.0, value * (1.0 - sign * _E)))

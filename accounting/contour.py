@@ -67,6 +67,7 @@ _GRID: Final = 2.0**24
 _CHUNK: Final = 512  # nodes summed at a time: bounds the rounding of a sum, and memory
 
 _MANY: Final = 24  # parts beyond which parameters are chosen with less care
+_LEAST_NORMAL: Final = 2.3e-308
 _ENOUGH: Final = 45.0  # nats of decay beyond which a truncated sum's rest is nothing
 
 _AT_ONCE: Final = 2**19  # terms of a sum over nodes and epsilons that are held at a time
@@ -76,6 +77,9 @@ MAX_Z_NODES: Final = 200_000
 MAX_WORK: Final = 4e8  # t nodes times z nodes of all parts
 ACCURACY: Final = 2e-3  # of delta's brackets, relative
 LEAST_DELTA: Final = 1e-290
+# Outside these, sums and squares of losses leave double precision.
+MOST_MU: Final = 1e3
+LEAST_MU: Final = 1e-12
 _TILTS: Final = np.exp(np.arange(math.log(1e-5), math.log(1e7), 0.3))
 
 
@@ -110,6 +114,12 @@ _X, _W = _gauss_legendre(_NODES)
 def _kappa(c: Array) -> Array:
     """log of sup over y of (1 - e^-y) e^-cy."""
     value: Array = c * np.log(c) - (1.0 + c) * np.log1p(c)
+    return value
+
+
+def _exp(x: Array) -> Array:
+    """exp, infinite where it overflows."""
+    value: Array = np.where(x < _FAR, np.exp(np.minimum(x, _FAR)), math.inf)
     return value
 
 
@@ -207,6 +217,9 @@ class _Part(Protocol):
     def transform(self, tilt: float, step: float, count: int) -> _Transform:
         """phi at the lattice."""
 
+    def forget(self) -> None:
+        """Gives back the memory of what is computed again when it is needed."""
+
 
 @dataclass(frozen=True)
 class _Label:
@@ -263,6 +276,7 @@ class _Sampled:
         self._lo = self._hi = 0.0
         self._edges: Array | None = None
         self._decay_tilt = math.nan
+        self._cells: tuple[Array, ...] = ()
         self._tails, self.capped = _NOTHING, False
         self._label: _Label | None = None
 
@@ -363,6 +377,8 @@ class _Sampled:
             return math.exp(float(log_ndtr(mean - hi)))
 
         def both(value: float) -> tuple[float, float]:
+            if value < _LEAST_NORMAL:
+                return 0.0, _LEAST_NORMAL * (1.0 + error)
             return value * (1.0 - error), value * (1.0 + error)
 
         if self._add:
@@ -514,7 +530,7 @@ class _Sampled:
         at_zero += 1.01 * math.exp(log_missed - scale)
         # The error of the products' sums, see transform.
         chunks = -(-len(loss) // _CHUNK)
-        at_zero += 1.01 * 4.0 * (2 * _CHUNK + chunks + 8) * U * float((weight * swing).sum())
+        at_zero += 1.01 * 6.0 * (2 * _CHUNK + chunks + 8) * U * float((weight * swing).sum())
         tails = self._tails
         missing = 0.5 * tails.small + 0.5 * (tails.large[0] + tails.large[1])
         at_zero += 0.5 * tails.small + (tails.large[1] - tails.large[0])
@@ -539,7 +555,8 @@ class _Sampled:
         rule = self._weights(tilt, 0.0)
         value = (rule.rest - 1.0) + rule.excess + rule.error
         if self._label is not None:
-            return rule.scale + math.log(rule.excess + rule.error) + 4.0 * _LIB * (2.0 + rule.scale)
+            log_value = math.log(rule.excess + rule.error)
+            return rule.scale + log_value + 4.0 * _LIB * (2.0 + rule.scale + abs(log_value))
         return rule.scale + math.log1p(value) + 2.0 * _LIB * (abs(value) + rule.scale)
 
     def log_fall(self, k: float) -> float:
@@ -551,6 +568,9 @@ class _Sampled:
         total = float(np.logaddexp(value, np.logaddexp(left, right)))
         size = 1.0 + self._lo * self._lo + k * abs(self._log_none) + abs(right)
         return total + 32.0 * _LIB * size
+
+    def forget(self) -> None:
+        self._decay_tilt, self._cells, self._edges = math.nan, (), None
 
     def transform(self, tilt: float, step: float, count: int) -> _Transform:
         rule = self._weights(tilt, step * count)
@@ -616,7 +636,7 @@ class _Sampled:
             self._cells = (base, shifted, self._cells[2], steeper, *self._cells[4:])
         below = h * np.exp(-(1.0 + max(0.0, -k) * mu * mu * 0.25 * v) * h * h / 24.0)
         self._cell_h, self._cell_low = h, below
-        self._cell_slack = (
+        self._cell_slack = 1e-12 * abs(k) + (
             64.0 * U * (1.0 + float(np.abs(plain).max()) + abs(k) * float(np.abs(log_u).max()))
         )
         self._prepare_uprights(edges, k, y)
@@ -656,17 +676,17 @@ class _Sampled:
         plain, log_f, arg, slope, slope_t, curve = self._cells
         h = self._cell_h
         bend = np.maximum(0.0, math.hypot(k, t) * curve - 1.0)
-        tangent = np.minimum(0.5 * h * np.abs(slope - t * slope_t), 300.0)
+        tangent = 0.5 * h * np.abs(slope - t * slope_t)
         # log of sinh(g)/g, from above
         log_sinhc = np.minimum(tangent, tangent * tangent / 6.0)
         exponent = log_f - t * arg + log_sinhc + 0.125 * h * h * bend - scale
-        moved = h * np.exp(np.minimum(exponent, 300.0))
+        moved = h * _exp(exponent)
         stays = self._cell_low * np.exp(np.minimum(plain - scale, 300.0))
         # Sums from each cell to the right end.
         moved_right = np.cumsum(moved[:, ::-1], axis=1)[:, ::-1]
         stays_right = np.cumsum(stays[::-1])[::-1]
         exponent = self._upright_log - t * self._upright_arg - scale
-        upright = np.exp(np.minimum(exponent, 300.0)).sum(axis=0)
+        upright = _exp(exponent).sum(axis=0)
         by_split = whole + (moved_right - stays_right)[:, self._splits]
         by_split = by_split + upright[:, :-1] + upright[:, -1:]
         by_shift = moved_right[:, 0] + upright[:, 0] + upright[:, -1]
@@ -736,6 +756,9 @@ class _TwoPoint:
         value = float(self.rough(np.array([tilt]))[0])
         return value + 8.0 * _LIB * (1.0 + tilt * self.epsilon)
 
+    def forget(self) -> None:
+        pass
+
     def log_fall(self, k: float) -> float:
         # Numerator and denominator are each other's mirror images.
         return self.log_mgf(k)
@@ -782,6 +805,9 @@ class _Laplace:
     def log_mgf(self, tilt: float) -> float:
         value = float(self.rough(np.array([tilt]))[0])
         return value + 16.0 * _LIB * (1.0 + tilt * self.rate)
+
+    def forget(self) -> None:
+        pass
 
     def log_fall(self, k: float) -> float:
         # Numerator and denominator are each other's mirror images.
@@ -883,11 +909,12 @@ class Composition:
     @staticmethod
     def _any_large(tails: list[tuple[int, tuple[float, float]]]) -> tuple[float, float]:
         """Bounds on 1 - prod (1 - tail)^count."""
-        low, high = (
-            -math.expm1(math.fsum(n * math.log1p(-min(t[side], 0.999)) for n, t in tails))
-            for side in (0, 1)
-        )
-        return low * (1.0 - 4.0 * _LIB), min(1.0, high * (1.0 + 4.0 * _LIB))
+        least = math.fsum(n * math.log1p(-min(t[0], 0.999)) for n, t in tails)
+        low = max(0.0, -math.expm1(least) * (1.0 - 4.0 * _LIB))
+        if any(t[1] > 0.999 for _, t in tails):
+            return low, 1.0
+        most = math.fsum(n * math.log1p(-t[1]) for n, t in tails)
+        return low, min(1.0, -math.expm1(most) * (1.0 + 4.0 * _LIB))
 
     def check_time(self) -> None:
         """Raises OutOfTime after the deadline."""
@@ -932,6 +959,7 @@ class Composition:
             sharpness: how fast the probability of a mark rises, in units of mu.
         """
         for level in epsilon * 0.7 ** np.arange(1.0, 16.0):
+            self.check_time()
             labels: list[_Label | None] = []
             log_mgf = 0.5 * self.variance * (self._tilts * self._tilts + self._tilts)
             for part in self.parts:
@@ -992,6 +1020,7 @@ class Composition:
         if lost(high) < nats:
             return math.inf
         for _ in range(10):
+            self.check_time()
             t = math.sqrt(low * high)
             if lost(t) >= nats:
                 high = t
@@ -1037,7 +1066,8 @@ class Composition:
         if len(self.parts) > _MANY and tilt <= cumulants.MAX_ORDER - 1.0:
             remove, add = cumulants.directed_costs(self._terms, 1.0 + tilt)
             value = (remove if self.heavy else add) * tilt * (1.0 + 4.0 * U)
-            if value < math.inf:
+            # Without the windows a few huge losses may make it useless.
+            if value <= float(self._log_mgf[int(np.argmin(np.abs(self._tilts - tilt)))]) + 0.5:
                 return value
         return self.log_mgf(tilt)
 
@@ -1186,7 +1216,9 @@ class Contour:
                     found = replace(found, error=found.error + 2.0 * slip)
                     log_rest += part.count * _log1p(-values / found.values())
                     at_end = mark.decay(c, float(t[-1]), found.scale, 1.0)
-                    marked_decay += part.count * math.exp(-at_end)
+                    # phi(c) from below, but not so far that it could not be told from 0
+                    most = max(float(found.values()[0].real - found.error[0]), 1e-3)
+                    marked_decay += part.count * math.exp(-at_end) / most
                     modulus = np.abs(values) + np.abs(found.values() - values)
                 else:
                     modulus = np.abs(found.values())
@@ -1204,6 +1236,8 @@ class Contour:
                 else:
                     at_end = -math.log(whole_value)
                 log_decay += part.count * at_end
+                if len(whole.parts) > _MANY:
+                    part.forget()
         gauss = 0.5 * variance * (s * s + s)
         gauss_error = (8.0 * U + 4.0 * _LIB) * np.abs(0.5 * variance * (s * s + s))
         base.append(float(gauss[0].real))
@@ -1227,6 +1261,8 @@ class Contour:
                 # moduli of both; and so does the rounding of either product.
                 relative = np.expm1(np.minimum(2.0 * rounded, 50.0)) + 2.0 * gauss_error
                 relative += (len(base) + 8) * 8.0 * _LIB * (2.0 + np.abs(log_rest))
+                # 1 - phi_marked/phi is off by a few units of U, in each factor of the product.
+                relative += 2.0 * _LIB * math.fsum(p.count for p in whole.parts)
                 error += most * relative
                 psi = psi * -np.expm1(log_rest)
             lost = ~(np.isfinite(psi) & np.isfinite(error) & (np.abs(psi) <= 2.0 * most))
@@ -1254,7 +1290,7 @@ class Contour:
             modulus = np.abs(terms)
             fixed = float((error * kernel * weight).sum())
             fixed += float((np.abs(psi) * kernel_error * kernel * weight).sum())
-            fixed += float(modulus.sum()) * U * (count + 64)
+            fixed += float(modulus.sum()) * U * (2 * count + 64)
             self._errors.append([fixed * (1.0 + 1e-6), float((modulus * t).sum()) * 4.0 * U])
         # Beyond the last node.
         a, w2 = float(t[-1]), variance * (1.0 - 8.0 * U) + tau2
@@ -1277,6 +1313,8 @@ class Contour:
         self._second = plan.second_tilt
         self._log_mgf_second: float | None = None
         self._whole = whole
+        if self.period < whole.largest:
+            self._log_mgf()  # of these windows, before others are set
         self.outside, self._level = whole.outside, whole.level
         self._large, self._large_below = whole.large, whole.large_below
         self._large_below_sum = whole.large_below_sum
@@ -1320,7 +1358,9 @@ class Contour:
         k, log_mgf = self._unmarked
         if k > 0.0:
             exponent = log_mgf + float(_kappa(np.array([k]))[0]) - k * epsilon
-            exponent = exponent + 16.0 * _LIB * (4.0 + abs(log_mgf) + k * (np.abs(epsilon) + 1.0))
+            exponent = exponent + 16.0 * _LIB * (
+                4.0 + abs(log_mgf) + k * (np.abs(epsilon) + 1.0 + math.log1p(k))
+            )
             value = value + np.exp(np.minimum(exponent, _FAR))
         # Where an output loses more than the level, the sum falls below epsilon only if the rest
         # of it does by the gap.
@@ -1363,7 +1403,7 @@ class Contour:
             kappa = float(_kappa(np.array([c2]))[0])
             log_mgf = self._log_mgf()
             exponent = log_mgf + kappa - c2 * epsilon - (c2 - c) * period
-            size = abs(log_mgf) + c2 * (np.abs(epsilon) + period + 4.0)
+            size = abs(log_mgf) + c2 * (np.abs(epsilon) + period + 4.0 + math.log1p(c2))
             exponent = exponent + 16.0 * _LIB * (1.0 + size)
             right = np.exp(np.minimum(exponent, _FAR)) / -math.expm1(-(c2 - c) * period)
             right = np.where(reached, right * (1.0 + 1e-9), 0.0)
@@ -1591,11 +1631,11 @@ def _best_marks(
 
 
 def _log1p(z: Complex) -> Complex:
-    """log(1 + z), to the relative accuracy of z."""
+    """log(1 + z): relative to |z| where that is small, and with 1 + z off by a few units of U."""
     x, y = z.real, z.imag
     real = 0.5 * np.log1p(np.maximum(2.0 * x + (x * x + y * y), -1.0))
     value: Complex = real + 1j * np.arctan2(y, 1.0 + x)
-    return value
+    return np.where(np.abs(1.0 + z) < 0.5, np.log(1.0 + z), value)
 
 
 def _solve(contour: Contour, delta: float, start: float, slope: float) -> tuple[float, float]:
@@ -1661,6 +1701,7 @@ def epsilon_of(
     """
     if _total_variation(terms) <= delta:
         return Found(0.0, 0.0, {}), "both"
+    _check_range(terms)
     remove = epsilon(Composition(terms, "remove", deadline), delta, tolerance)
     if not _directed(terms):
         return remove, "both"
@@ -1681,6 +1722,17 @@ def epsilon_of(
     name: Worse = "add" if add.upper > remove.upper else "remove"
     worse = add if name == "add" else remove
     return replace(worse, lower=max(add.lower, remove.lower)), name
+
+
+def _check_range(terms: Sequence[Term]) -> None:
+    """Raises OutOfReach for parts whose losses leave double precision when they are added up."""
+    for term in terms:
+        if isinstance(term, GaussianTerm):
+            mu, sampled = term.mu, term.sampling_probability < 1.0
+            if mu > MOST_MU or (sampled and mu < LEAST_MU):
+                raise OutOfReach("a noise multiplier is beyond what double precision adds up")
+        elif isinstance(term, LaplaceTerm) and not LEAST_MU < term.inverse_scale < MOST_MU:
+            raise OutOfReach("a noise multiplier is beyond what double precision adds up")
 
 
 def _total_variation(terms: Sequence[Term]) -> float:
@@ -1719,14 +1771,20 @@ def delta_of(
 
     The terms' own deltas are left out. An epsilon that no contour reached has the bounds 0 and 1.
     """
+    # delta(0) bounds the whole curve.
+    top = min(1.0, _total_variation(terms))
+    start = np.zeros(len(epsilons)), np.full(len(epsilons), top)
+    try:
+        _check_range(terms)
+    except OutOfReach:
+        return *start, ["both"] * len(epsilons), {}
     whole = Composition(terms, "remove", deadline)
-    start = np.zeros(len(epsilons)), np.ones(len(epsilons))
     low, high, errors = _deltas(whole, epsilons, *start, start[0])
     names: list[Worse] = ["remove"] * len(epsilons)
     if not _directed(terms):
         return low, high, ["both"] * len(epsilons), errors
     # Where a Renyi bound lies below the other direction already, no more needs to be known.
-    caps = _renyi_caps(terms, epsilons)
+    caps = np.minimum(_renyi_caps(terms, epsilons), start[1])
     whole = Composition(terms, "add", deadline)
     other = _deltas(whole, epsilons, start[0], caps, low)
     names = ["add" if b > a else "remove" for a, b in zip(high, other[1], strict=True)]
@@ -1743,8 +1801,8 @@ def _renyi_caps(terms: Sequence[Term], epsilons: Array) -> Array:
         size = add + epsilons + 2.0 + math.log(order) / tilt
         bound = tilt * (gain - epsilons + 16.0 * _LIB * size) - math.log(order)
         log_delta = np.minimum(log_delta, bound)
-    value: Array = np.exp(log_delta) * (1.0 + 2.0 * _LIB)
-    return np.minimum(value, 1.0)
+    value = np.exp(log_delta) * (1.0 + 2.0 * _LIB)
+    return np.clip(value, 1e-300, 1.0)
 
 
 def _deltas(

@@ -35,7 +35,7 @@ MAX_EPSILON: Final = "1000000"
 MAX_STEPS: Final = 10_000
 MAX_PARTS: Final = 1_000
 MAX_CLASSES: Final = 10_000
-MAX_ALTERNATIVES: Final = 8
+MAX_ALTERNATIVES: Final = 100
 MAX_TERMS: Final = 1_000  # each is priced at several orders while a request waits
 # Outside this range a parameter's square or reciprocal leaves double precision.
 SMALLEST: Final = 1e-100
@@ -1320,14 +1320,41 @@ class Composition:
         return cls(tuple(made))
 
     def alternatives(self) -> tuple[tuple[Term, ...], ...]:
-        terms: list[Term] = []
+        """One list of terms for each class, if only one part has classes; else one for all."""
+        each = self._part_alternatives()
+        several = [i for i, one in enumerate(each) if len(one) > 1]
+        if len(several) != 1:
+            return (tuple(term for one in each for term in _single(one)),)
+        return self._with_classes_of(several[0], each)
+
+    def realised(self) -> tuple[tuple[Term, ...], ...]:
+        """Compositions that some unit really meets, or more than it does not meet less than."""
+        each = self._part_alternatives()
+        several = [i for i, one in enumerate(each) if len(one) > 1]
+        plain = [one if len(one) == 1 else ((),) for one in each]
+        out: list[tuple[Term, ...]] = []
+        for i in several:
+            out += self._with_classes_of(i, [*plain[:i], each[i], *plain[i + 1 :]])
+        return tuple(out) or self.alternatives()
+
+    def _with_classes_of(
+        self, part: int, each: Sequence[tuple[tuple[Term, ...], ...]]
+    ) -> tuple[tuple[Term, ...], ...]:
+        before = tuple(term for one in each[:part] for term in one[0])
+        after = tuple(term for one in each[part + 1 :] for term in one[0])
+        return tuple((*before, *terms, *after) for terms in each[part])
+
+    def _part_alternatives(self) -> list[tuple[tuple[Term, ...], ...]]:
+        out = []
         for i, part in enumerate(self.parts):
-            for term in _single(part.mechanism.alternatives()):
-                count = term.count * part.count
-                if count > MAX_COUNT:
+            alternatives = []
+            for terms in part.mechanism.alternatives():
+                if any(term.count * part.count > MAX_COUNT for term in terms):
                     raise InvalidMechanism(f"parts[{i}].count", f"makes more than {MAX_COUNT}")
-                terms.append(replace(term, count=count))
-        return (tuple(terms),)
+                repeated = (replace(term, count=term.count * part.count) for term in terms)
+                alternatives.append(tuple(repeated))
+            out.append(tuple(alternatives))
+        return out
 
     def missing_for_charge(self) -> str | None:
         for i, part in enumerate(self.parts):
@@ -1404,12 +1431,45 @@ def dominating_terms(mechanism: Mechanism) -> tuple[tuple[Term, ...], ...]:
         InvalidMechanism: there are more than MAX_TERMS distinct terms.
     """
     alternatives = mechanism.alternatives()
-    if len(alternatives) > MAX_ALTERNATIVES:
+    if _too_many(alternatives):
         alternatives = (_single(alternatives),)
     merged = tuple(_merge(terms) for terms in alternatives)
     if sum(len(terms) for terms in merged) > MAX_TERMS:
         raise InvalidMechanism("mechanism", f"has more than {MAX_TERMS} distinct parts")
     return merged
+
+
+def _too_many(alternatives: tuple[tuple[Term, ...], ...]) -> bool:
+    """Whether one pair that dominates all alternatives is to stand for them."""
+    if len(alternatives) == 1:
+        return False
+    terms = sum(len(terms) for terms in alternatives)
+    return len(alternatives) > MAX_ALTERNATIVES or terms > MAX_TERMS
+
+
+def realised_terms(mechanism: Mechanism) -> tuple[tuple[Term, ...], ...] | None:
+    """Compositions from below, the worst of which the mechanism is at least as bad as.
+
+    None where :func:`dominating_terms` is exact, and not one pair that stands for many classes.
+    """
+    if isinstance(mechanism, Composition):
+        exact = sum(len(p.mechanism.alternatives()) > 1 for p in mechanism.parts) < 2
+        alternatives = mechanism.realised()
+    else:
+        exact, alternatives = True, mechanism.alternatives()
+    if exact and not _too_many(alternatives):
+        return None
+
+    def size(terms: tuple[Term, ...]) -> float:
+        """About how much privacy the terms cost: it only chooses which are asked."""
+        gaussians = (t for t in terms if isinstance(t, GaussianTerm))
+        return sum(
+            t.count * t.sampling_probability**2 * math.expm1(min(t.mu * t.mu, 50.0))
+            for t in gaussians
+        )
+
+    worst = sorted(alternatives, key=size, reverse=True)[:4]
+    return tuple(_merge(terms) for terms in worst)
 
 
 def require_chargeable(mechanism: Mechanism) -> None:
@@ -1516,6 +1576,9 @@ def _single(alternatives: tuple[tuple[Term, ...], ...]) -> tuple[Term, ...]:
     out: list[Term] = []
     for column in zip(*alternatives, strict=True):
         gaussians = [t for t in column if isinstance(t, GaussianTerm)]
+        if len(set(column)) == 1:
+            out.append(column[0])  # of a part without classes
+            continue
         if len(gaussians) != len(column):
             raise TypeError("only a block's classes, which are Gaussian, are alternatives")
         out.append(

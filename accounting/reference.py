@@ -720,13 +720,13 @@ def compare(
     rows = []
     for name in (known for known in METHODS if known in chosen):
         begin = time.perf_counter()
-        row = _own(m, delta) if name == OWN else _row(name, alternatives, question)
+        row = _own(m, delta, limits) if name == OWN else _row(name, alternatives, question)
         rows.append(replace(row, milliseconds=1e3 * (time.perf_counter() - begin)))
     return rows
 
 
-def _own(m: Mechanism, delta: float) -> Comparison:
-    b = bounds.epsilon(m, delta)
+def _own(m: Mechanism, delta: float, limits: Limits) -> Comparison:
+    b = bounds.epsilon(m, delta, limits=limits)
     details: dict[str, object] = {
         "method": b.method,
         "direction": b.direction,

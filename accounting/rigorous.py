@@ -65,6 +65,7 @@ from accounting.mechanisms import (
     Mechanism,
     Term,
     dominating_terms,
+    realised_terms,
 )
 
 Ball = Any  # arb: flint ships no types
@@ -819,6 +820,8 @@ def confirm(
     for terms in _alternatives(m):
         answer = _confirm_terms(terms, epsilon, delta, deadline)
         if answer.confirmed is False:
+            if not isinstance(m, list | tuple) and realised_terms(m) is not None:  # type: ignore[arg-type]
+                return Confirmation(None, "one pair stands for many classes, and refutes nothing")
             return answer
         if answer.confirmed is None:
             reasons.append(answer.reason)

@@ -47,10 +47,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from accounting import bounds
+from accounting import bounds, cumulants
 from accounting.bounds import DeltaBracket, Limits
 from accounting.errors import InvalidRequest
-from accounting.mechanisms import NEIGHBORING_RELATION, Mechanism
+from accounting.mechanisms import NEIGHBORING_RELATION, Mechanism, dominating_terms
 
 MAX_ALPHAS: Final = 1000
 POINTS: Final = 200
@@ -129,7 +129,10 @@ def whole_profile(
     """
     begin = time.monotonic()
     half = replace(limits, seconds=0.5 * limits.seconds)
-    wide = bounds.epsilon(m, _LEAST_DELTA, limits=half)
+    # What declared parts give up is no part of the curve that falls.
+    mass = max(cumulants.mass_at_infinity(terms) for terms in dominating_terms(m))
+    least = min(mass + _LEAST_DELTA * (1.0 - mass), 0.5 * (1.0 + mass))
+    wide = bounds.epsilon(m, least, limits=half)
     end = wide.upper if wide.upper < math.inf else wide.lower
     end = min(end, _MOST_EPSILON) if 0.0 < end < math.inf else 1.0
     shares = [k / (points - 1) for k in range(points)]

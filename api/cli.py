@@ -11,6 +11,8 @@ epsilond tradeoff FILE             type II error at each --alpha, or the whole c
 epsilond compare --delta D FILE    epsilon by every method
 epsilond calibrate --free PATH --epsilon E --delta D FILE
                                    the parameter that meets a target
+epsilond allocate --epsilon E --delta D FILE
+                                   noise for the stages [{"mechanism", "weight"}, ...] of FILE
 epsilond verify FILE               checks a certificate, without a service if --keys is given
 epsilond verify-ledger DATASET     checks a dataset's chain in the local database
 """
@@ -44,7 +46,7 @@ from api.app import create_app
 from api.auth import admin_key_exists, key_sha256, new_key
 from api.bodies import MAX_JSON_BYTES, strict_json
 from api.deps import new_id, now
-from api.problems import problem_body
+from api.problems import BY_CODE, problem_body
 from worker.custody import ensure_keys, load_public_keys, parse_public_keys
 from worker.serve import WorkerSupervisor, run_worker
 from worker.settings import Settings, get_settings
@@ -65,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = parsed.run(parsed, settings)
     except EpsilondError as error:
-        _print(problem_body(error.code, status=error.status, detail=error.detail))
+        kind = BY_CODE.get(error.code)
+        status = kind.status if kind is not None else error.status
+        _print(problem_body(error.code, status=status, detail=error.detail, extra=error.extra))
         return PROBLEM
     return status
 
@@ -118,6 +122,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--delta", type=float, help="needed unless delta is free")
     command.add_argument("--method", choices=METHODS, default="certified")
     _takes_mechanism(command, _calibrate)
+
+    command = commands.add_parser("allocate", help="noise for stages that share a target by weight")
+    command.add_argument("--epsilon", type=float, required=True)
+    command.add_argument("--delta", type=float, required=True)
+    command.add_argument("--method", choices=METHODS, default="certified")
+    command.add_argument("file", metavar="FILE", help="a list of stages; - reads standard input")
+    command.set_defaults(run=_allocate)
 
     command = commands.add_parser("verify", help="checks a certificate")
     command.add_argument("--keys", help="file or address of the signing keys; else the local ones")
@@ -314,6 +325,16 @@ def _calibrate(arguments: argparse.Namespace, settings: Settings) -> int:
             arguments.delta,
             arguments.method,
             _limits(settings),
+        )
+    )
+    return 0
+
+
+def _allocate(arguments: argparse.Namespace, settings: Settings) -> int:
+    stages = calibrate.stages_of(_read_json(arguments.file))
+    _print(
+        questions.ask_allocate(
+            stages, arguments.epsilon, arguments.delta, arguments.method, _limits(settings)
         )
     )
     return 0
