@@ -48,6 +48,7 @@ LEAST_DELTA: Final = 1e-300  # near where doubles end
 LEAST_TOLERANCE: Final = 1e-9
 NEGLIGIBLE: Final = 1e-7  # a width of epsilon that is narrow enough, however small epsilon is
 
+_MANY_TERMS: Final = 100
 _STANDS_FOR_MANY: Final = "one pair stands for many classes, so the upper end is not tight"
 
 Direction = Literal["remove", "add", "both"]
@@ -374,7 +375,7 @@ def _rest_epsilon(
     if top is not None and top[1] - top[0] <= tolerance(top[0]):
         return Bracket(*top, delta, "both", "closed_form")
     try:
-        found, direction = contour.epsilon_of(terms, delta, tolerance, end)
+        found, direction = contour.epsilon_of(terms, delta, tolerance, _for_contour(terms, end))
     except contour.OutOfReach as stop:
         upper, order, by = cumulants.best_epsilon(_without_deltas(terms), delta)
         errors = {"order": order}
@@ -407,6 +408,13 @@ def _rest_epsilon(
     return best
 
 
+def _for_contour(terms: tuple[Term, ...], end: float) -> float:
+    """The deadline of the contour: of many parts the Renyi bound may need the rest of the time."""
+    if len(terms) <= _MANY_TERMS:
+        return end
+    return end - 0.3 * max(0.0, end - time.monotonic())
+
+
 def _profile(terms: tuple[Term, ...], points: tuple[float, ...], end: float) -> list[DeltaBracket]:
     gaussians = _all_unsampled(terms)
     if gaussians is not None:
@@ -424,7 +432,8 @@ def _profile(terms: tuple[Term, ...], points: tuple[float, ...], end: float) -> 
             if f is not None:
                 out[e] = DeltaBracket(f.lower, f.upper, e, f.direction, f.method)
     else:
-        lower, upper, directions, errors = contour.delta_of(terms, np.array(ordered), end)
+        for_contour = _for_contour(terms, end)
+        lower, upper, directions, errors = contour.delta_of(terms, np.array(ordered), for_contour)
         for i, e in enumerate(ordered):
             best = DeltaBracket(
                 float(lower[i]), float(upper[i]), e, directions[i], "contour", errors

@@ -929,27 +929,27 @@ class Composition:
 
     def single(self, delta: float) -> tuple[float, float]:
         """About the epsilon at which single outputs alone make up delta, and the slope there."""
-
-        def share(epsilon: float) -> tuple[float, float]:
-            above, below = 0.0, 0.0
-            for part in self.parts:
-                if isinstance(part, _Sampled):
-                    a, b = part.beyond(epsilon)
-                    above, below = above + part.count * a, below + part.count * b
-            below *= math.exp(epsilon)
-            return above - below, below
-
         low, high = 1e-12, 100.0
-        if share(low)[0] <= delta:
+        if self.single_delta(low)[0] <= delta:
             return 0.0, 1.0
         for _ in range(40):
             middle = math.sqrt(low * high)
-            if share(middle)[0] > delta:
+            if self.single_delta(middle)[0] > delta:
                 low = middle
             else:
                 high = middle
-        value, below = share(low)
-        return low, below / value if below > 0.0 else 1.0
+        return low, self.single_delta(low)[1]
+
+    def single_delta(self, epsilon: float) -> tuple[float, float]:
+        """About the delta at epsilon that single outputs alone make up, and -d log delta there."""
+        above, below = 0.0, 0.0
+        for part in self.parts:
+            if isinstance(part, _Sampled):
+                a, b = part.beyond(epsilon)
+                above, below = above + part.count * a, below + part.count * b
+        below *= math.exp(min(epsilon, _FAR))
+        value = above - below
+        return value, below / value if value > 0.0 and below > 0.0 else 1.0
 
     def mark(self, epsilon: float, log_share: float, sharpness: float) -> bool:
         """Marks large losses so that without one epsilon is hardly reached; False if it can't.
@@ -1784,17 +1784,20 @@ def delta_of(
     if not _directed(terms):
         return low, high, ["both"] * len(epsilons), errors
     # Where a Renyi bound lies below the other direction already, no more needs to be known.
-    caps = np.minimum(_renyi_caps(terms, epsilons), start[1])
+    caps = np.minimum(_renyi_caps(terms, epsilons, deadline), start[1])
     whole = Composition(terms, "add", deadline)
     other = _deltas(whole, epsilons, start[0], caps, low)
     names = ["add" if b > a else "remove" for a, b in zip(high, other[1], strict=True)]
     return np.maximum(low, other[0]), np.maximum(high, other[1]), names, errors
 
 
-def _renyi_caps(terms: Sequence[Term], epsilons: Array) -> Array:
+def _renyi_caps(terms: Sequence[Term], epsilons: Array, deadline: float) -> Array:
     """Proven upper bounds on delta at the epsilons in the add direction, by a few Renyi orders."""
     log_delta = np.zeros(len(epsilons))
-    for tilt in 2.0 ** np.arange(-1.0, 11.0):
+    step = 1.0 if len(terms) <= _MANY else 4.0
+    for tilt in 2.0 ** np.arange(-1.0, 11.0, step):
+        if time.monotonic() > deadline:
+            break
         _, add = cumulants.directed_costs(tuple(terms), 1.0 + tilt)
         order = 1.0 + tilt
         gain = add + math.log1p(-1.0 / order)
@@ -1861,18 +1864,31 @@ def _one_delta(
     """Improves the bounds by contours made for epsilon = ``at``; returns the error terms there."""
     log_delta, slope = whole.chernoff_log_delta(at)
     log_delta = min(log_delta - 1.0, -1e-3)
+    others: list[tuple[float, float]] = []  # guesses at log delta and the slope, the last first
+    if whole.heavy and at > 0.0 and len(epsilons) == 1:
+        # Where single outputs decide, Chernoff's bound is far off.
+        alone, its_slope = whole.single_delta(at)
+        if 1e-300 < alone < math.exp(log_delta):
+            gap = log_delta - math.log(alone)
+            others = [(log_delta - share * gap, slope) for share in (0.0, 0.25, 0.5)]
+            log_delta, slope = math.log(alone), its_slope
     most_lost, outside = 20.0, 0.03
     terms: dict[str, float] = {}
     spare = 8.0 if len(epsilons) > 1 else 0.0
-    for _ in range(4):
+    for _ in range(6):
         guess = max(math.exp(max(log_delta, -_FAR)), 1e-300)
         try:
             plan = _planned(
                 whole, at, guess, slope, 0.7 * ACCURACY, most_lost, outside * ACCURACY, spare
             )
             contour = Contour(whole, plan)
-        except OutOfReach:
+        except OutOfTime:
             break
+        except OutOfReach:
+            if not others:
+                break
+            log_delta, slope = others.pop()
+            continue
         points = epsilons[wanted]
         high[wanted] = np.minimum(high[wanted], contour.upper(points))
         low[wanted] = np.maximum(low[wanted], contour.lower(points))
