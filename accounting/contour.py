@@ -68,6 +68,7 @@ _CHUNK: Final = 512  # nodes summed at a time: bounds the rounding of a sum, and
 
 _MANY: Final = 24  # parts beyond which parameters are chosen with less care
 _LEAST_NORMAL: Final = 2.3e-308
+_WIDE: Final = 1e-60  # outside of windows for a first look, when delta may be anything
 _ENOUGH: Final = 45.0  # nats of decay beyond which a truncated sum's rest is nothing
 
 _AT_ONCE: Final = 2**19  # terms of a sum over nodes and epsilons that are held at a time
@@ -1830,10 +1831,6 @@ def _deltas(
     beyond = epsilons >= whole.largest
     high[beyond] = 0.0
     given_up = beyond | (high <= enough)
-    try:
-        whole.cut(1e-9)
-    except OutOfTime:
-        return low, high, errors
     while True:
         wanted = ~given_up & (high - low > ACCURACY * high) & (high > LEAST_DELTA)
         places = np.flatnonzero(wanted)
@@ -1862,6 +1859,10 @@ def _one_delta(
     wanted: NDArray[np.bool_],
 ) -> dict[str, float]:
     """Improves the bounds by contours made for epsilon = ``at``; returns the error terms there."""
+    try:
+        whole.cut(_WIDE)
+    except OutOfTime:
+        return {}
     log_delta, slope = whole.chernoff_log_delta(at)
     log_delta = min(log_delta - 1.0, -1e-3)
     others: list[tuple[float, float]] = []  # guesses at log delta and the slope, the last first
