@@ -272,7 +272,7 @@ class NoisyCounts(_Noise):
     """``count`` Gaussian releases of a vector of counts, clipped to L2 norm 1 a unit.
 
     ``noise_multiplier`` is the noise's std. The counts (correct, incorrect) are one such vector; a
-    private test size is never divided by (design: metrics against private data).
+    private test size is never divided by (it is not public).
     """
 
     kind: ClassVar[str] = "noisy_counts"

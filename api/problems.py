@@ -194,8 +194,8 @@ KINDS: Final[tuple[Kind, ...]] = (
         "bound_not_available",
         422,
         "No bound within the limits",
-        "No accountant answered the question within its time and memory. It is never answered by "
-        "a guess.",
+        "No bound was found in double precision within the time of a question. It is never "
+        "answered by a guess.",
         "Ask about a smaller mechanism or a larger delta.",
     ),
     Kind(

@@ -35,6 +35,9 @@ from accounting.bounds import Bracket, DeltaBracket, Limits
 from accounting.errors import InvalidRequest
 from accounting.mechanisms import (
     ApproximateDPTerm,
+    ClassShare,
+    DenoisingBlock,
+    EdmSchedule,
     GaussianTerm,
     LaplaceTerm,
     Term,
@@ -890,3 +893,96 @@ def test_importing_the_package_is_light() -> None:
         "accounting.mechanism_from_json({'kind': 'gaussian', 'noise_multiplier': 1.0})\n"
         "assert not {'numpy', 'scipy', 'dp_accounting', 'torch'} & set(sys.modules)\n"
     )
+
+
+# -- classes ---------------------------------------------------------------------------------------
+
+
+def class_block(classes: int) -> DenoisingBlock:
+    """A block of which no class exceeds another: rates fall as outputs rise."""
+    shares = tuple(ClassShare(i - 1, 100 * i, 0.1 / i) for i in range(1, classes + 1))
+    return DenoisingBlock(
+        EdmSchedule(0.002, 80.0, 7.0, 100),
+        block_steps=65,
+        clip_norm=50.0,
+        subsample_size=25,
+        public_size=50_000,
+        classes=shares,
+    )
+
+
+def test_the_worst_class_of_many() -> None:
+    """More classes change nothing while the first is the worst."""
+    few, more = (accounting.epsilon(class_block(k), 1e-5) for k in (2, 20))
+    assert (few.lower, few.upper) == (more.lower, more.upper)
+    alone = accounting.epsilon(composition(class_block(20)), 1e-5)
+    assert (alone.lower, alone.upper) == (few.lower, few.upper)
+
+
+def test_one_pair_that_stands_for_many_classes_proves_no_lower_end() -> None:
+    for m in (class_block(120), composition(class_block(3), class_block(2))):
+        found = accounting.epsilon(m, 1e-5)
+        assert "stands for many classes" in found.reason
+        assert found.lower < found.upper
+        worst = accounting.epsilon(class_block(3), 1e-5)
+        assert found.lower >= worst.lower - 1e-9
+        assert accounting.delta(m, worst.upper + 1.0).lower <= 1e-5
+
+
+# -- corners that were wrong once ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parts", "epsilon"),
+    [
+        (
+            (
+                GaussianTerm(0.9999999937948963, 38.89734947748931, 1),
+                LaplaceTerm(0.1, 1),
+            ),
+            287.83476701268006,
+        ),
+        (
+            (
+                GaussianTerm(0.99999961670178, 24.832489655274024, 1),
+                ApproximateDPTerm(Decimal("0.1"), Decimal(0), 1),
+            ),
+            60.71034731424411,
+        ),
+        (
+            (GaussianTerm(0.9999999899724361, 41.43951134032272, 1), GaussianTerm(1e-4, 1.0, 2)),
+            304.0549569339043,
+        ),
+    ],
+    ids=["laplace", "response", "sampled"],
+)
+def test_a_large_loss_that_is_all_but_certain(parts: tuple[Term, ...], epsilon: float) -> None:
+    (found,) = bounds._profile(parts, (epsilon,), time.monotonic() + 10.0)
+    lower, _ = rigorous.delta_enclosure(list(parts), epsilon)
+    assert found.upper >= lower
+
+
+def test_a_delta_near_the_end_of_doubles() -> None:
+    m = subsampled(0.5, 1.0, 1)
+    found = accounting.epsilon(m, 1e-299)
+    assert rigorous.confirm(m, found.upper, 1e-299).confirmed is not False
+    with pytest.raises(InvalidRequest, match="delta"):
+        accounting.epsilon(m, 1e-310)
+
+
+@pytest.mark.parametrize("sigma", [1e-100, 1e-20, 1e-8, 1e-3])
+@pytest.mark.parametrize("q", [1e-100, 1e-6, 0.01])
+@pytest.mark.parametrize("count", [2, 1000])
+def test_extreme_noise_is_answered(q: float, sigma: float, count: int) -> None:
+    m = subsampled(q, sigma, count)
+    at = accounting.epsilon(m, 1e-5)
+    assert 0.0 <= at.lower <= at.upper
+    assert math.isfinite(at.upper) or at.reason
+    below = accounting.delta(m, 1.0)
+    assert 0.0 <= below.lower <= below.upper <= min(1.0, count * q * (1.0 + 1e-9))
+
+
+def test_a_wide_bracket_says_why() -> None:
+    for m in (subsampled(0.01, 1e-3, 1000), laplace(1.0, 10**9)):
+        found = accounting.epsilon(m, 1e-5)
+        assert found.upper - found.lower <= 1e-3 or found.reason
