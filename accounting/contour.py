@@ -73,7 +73,7 @@ _ENOUGH: Final = 45.0  # nats of decay beyond which a truncated sum's rest is no
 
 _AT_ONCE: Final = 2**19  # terms of a sum over nodes and epsilons that are held at a time
 
-MAX_T_NODES: Final = 24_000
+MAX_T_NODES: Final = 100_000
 MAX_Z_NODES: Final = 200_000
 MAX_WORK: Final = 4e8  # t nodes times z nodes of all parts
 ACCURACY: Final = 2e-3  # of delta's brackets, relative
@@ -1198,6 +1198,7 @@ class Contour:
         log_size = np.zeros(count)
         base, size, work, log_decay = [], 0.0, 0, 0.0
         marks = whole.marks if plan.marked else [None] * len(whole.parts)
+        gained = 0.0  # what the parts' decay has brought, apart from their value at t = 0
         log_rest, marked_decay = np.zeros(count, dtype=np.complex128), 0.0
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             for part, mark in zip(whole.parts, marks, strict=True):
@@ -1232,11 +1233,12 @@ class Contour:
                 rounded += part.count * log_error
                 log_size += part.count * np.abs(log_value)
                 whole_value = float(found.values()[0].real + found.error[0]) * (1.0 + 4.0 * U)
-                if log_decay < _ENOUGH and mark is None and not plan.marked:
+                if gained < _ENOUGH and mark is None and not plan.marked:
                     at_end = part.decay(c, float(t[-1]), found.scale, whole_value)
                 else:
                     at_end = -math.log(whole_value)
                 log_decay += part.count * at_end
+                gained += part.count * (at_end + math.log(whole_value))
                 if len(whole.parts) > _MANY:
                     part.forget()
         gauss = 0.5 * variance * (s * s + s)
@@ -1284,15 +1286,19 @@ class Contour:
         if not (np.isfinite(up).all() and np.isfinite(low).all()):
             raise OutOfReach("the smoothing leaves double precision")
         kernel_error = 4.0 * _LIB * (1.0 + tau2 * np.abs(s + 1.0) ** 2)
-        self._up, self._low = psi * up * weight, psi * low * weight
+        with np.errstate(all="ignore"):
+            self._up, self._low = psi * up * weight, psi * low * weight
         # What each sum may be off by: a constant, and a part proportional to |epsilon|.
         self._errors = []
-        for terms, kernel in ((self._up, np.abs(up)), (self._low, low_size)):
-            modulus = np.abs(terms)
-            fixed = float((error * kernel * weight).sum())
-            fixed += float((np.abs(psi) * kernel_error * kernel * weight).sum())
-            fixed += float(modulus.sum()) * U * (2 * count + 64)
-            self._errors.append([fixed * (1.0 + 1e-6), float((modulus * t).sum()) * 4.0 * U])
+        with np.errstate(all="ignore"):
+            for terms, kernel in ((self._up, np.abs(up)), (self._low, low_size)):
+                modulus = np.abs(terms)
+                fixed = float((error * kernel * weight).sum())
+                fixed += float((np.abs(psi) * kernel_error * kernel * weight).sum())
+                fixed += float(modulus.sum()) * U * (2 * count + 64)
+                self._errors.append([fixed * (1.0 + 1e-6), float((modulus * t).sum()) * 4.0 * U])
+        if not np.isfinite(self._errors).all():
+            raise OutOfReach("rounding hides the sum")
         # Beyond the last node.
         a, w2 = float(t[-1]), variance * (1.0 - 8.0 * U) + tau2
         if plan.marked:
