@@ -1474,6 +1474,7 @@ def epsilon(whole: Composition, delta: float, tolerance: Callable[[float], float
     bound, slope = whole.chernoff_epsilon(log_delta)
     at = max(bound - 1.5 / slope, 0.0)
     most_lost, loosen, tighten, outside, single = 20.0, 1.0, 1.0, 0.03, whole.heavy
+    otherwise: tuple[float, float] | None = None  # a guess, should the one being tried fail
     for _ in range(8):
         width = max(tolerance(at), 1e-6 * min(1.0, 1.0 / slope)) * loosen
         accuracy = min(width * slope * tighten, 0.3)
@@ -1485,6 +1486,9 @@ def epsilon(whole: Composition, delta: float, tolerance: Callable[[float], float
             reason = str(stop)
             break
         except OutOfReach as stop:
+            if otherwise is not None:
+                (at, slope), otherwise = otherwise, None
+                continue
             reason = str(stop)
             if loosen > 1e5:
                 break
@@ -1507,11 +1511,11 @@ def epsilon(whole: Composition, delta: float, tolerance: Callable[[float], float
             # Far off. Perhaps single outputs decide; else somewhere in between.
             alone, its_slope = whole.single(delta) if single else (0.0, 1.0)
             single = False
+            new_at = math.sqrt(max(low, 0.01 * high) * high)
+            new_slope = contour.slope(new_at)
             if low < alone < high:
+                otherwise = new_at, new_slope
                 new_at, new_slope = alone, its_slope
-            else:
-                new_at = math.sqrt(max(low, 0.01 * high) * high)
-                new_slope = contour.slope(new_at)
         excess = terms["rounding_and_quadrature"] / (0.2 * accuracy * delta)
         moved = abs(at - new_at) * slope > 0.05 or abs(math.log(new_slope / slope)) > 0.02
         if excess > 1.0:
