@@ -926,7 +926,7 @@ class Composition:
         """About the share of delta that outputs with a loss beyond the windows bring."""
         if not self.large[1] > 0.0:
             return 0.0
-        return self.large[0] - math.exp(min(epsilon, _FAR)) * self.large_below[1]
+        return max(0.0, self.large[0] - math.exp(min(epsilon, _FAR)) * self.large_below[1])
 
     def single(self, delta: float) -> tuple[float, float]:
         """About the epsilon at which single outputs alone make up delta, and the slope there."""
