@@ -899,7 +899,14 @@ class Composition:
         self._log_mgf = 0.5 * self.variance * (self._tilts * self._tilts + self._tilts)
         for part, rough in zip(self.parts, self._rough, strict=True):
             self._log_mgf = self._log_mgf + part.count * rough
-        tails = [(part.count, part.tails()) for part in self.parts]
+        # Large losses are set apart of capped parts; of the others they are so rare that they count
+        # with the rest of what is outside.
+        tails = []
+        for part in self.parts:
+            t = part.tails()
+            if not (isinstance(part, _Sampled) and part.capped):
+                t = replace(_NOTHING, small=t.small + t.large[1])
+            tails.append((part.count, t))
         self.outside = math.fsum(n * t.small for n, t in tails) * (1.0 + 8.0 * U)
         self.capped = any(isinstance(part, _Sampled) and part.capped for part in self.parts)
         self.level = min((t.level for _, t in tails), default=math.inf)
