@@ -79,7 +79,7 @@ MAX_WORK: Final = 4e8  # t nodes times z nodes of all parts
 ACCURACY: Final = 2e-3  # of delta's brackets, relative
 LEAST_DELTA: Final = 1e-290
 # Outside these, sums and squares of losses leave double precision.
-MOST_MU: Final = 1e3
+MOST_MU: Final = 200.0
 LEAST_MU: Final = 1e-12
 _TILTS: Final = np.exp(np.arange(math.log(1e-5), math.log(1e7), 0.3))
 
