@@ -20,7 +20,7 @@ chain rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -424,6 +424,17 @@ class Database:
         ):
             session.connection()  # begins now, not at the first statement
             yield session
+
+    def find(
+        self, statement: sa.Executable, parameters: Mapping[str, object]
+    ) -> sa.Row[Any] | None:
+        """The one row that a statement finds, or None: for what every request asks first.
+
+        Raises:
+            LedgerUnavailable: the database could not be reached.
+        """
+        with _fails_closed(), self._reader.connect() as connection:
+            return connection.execute(statement, dict(parameters)).one_or_none()
 
     def upgrade(self, revision: str = "head") -> None:
         """Brings the tables to a revision, in one transaction; a second caller waits for it.

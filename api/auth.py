@@ -21,7 +21,7 @@ from typing import Final, Literal, get_args
 from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
-from accounting.tables import KeyRow
+from accounting.tables import Database, KeyRow
 from api.problems import ProblemError
 
 Scope = Literal["owner", "requester", "auditor", "admin"]
@@ -137,13 +137,13 @@ _KEY_OF = select(KeyRow.id, KeyRow.organisation_id, KeyRow.scopes, KeyRow.revoke
 )
 
 
-def principal_of(session: Session, key: str) -> Principal:
+def principal_of(database: Database, key: str) -> Principal:
     """The caller behind a key.
 
     Raises:
         ProblemError: unauthenticated, if the key is unknown or revoked.
     """
-    row = session.execute(_KEY_OF, {"sha256": key_sha256(key)}).one_or_none()
+    row = database.find(_KEY_OF, {"sha256": key_sha256(key)})
     if row is None or row.revoked_at is not None:
         raise ProblemError("unauthenticated")
     return Principal(row.id, row.organisation_id, frozenset(str(s) for s in row.scopes))

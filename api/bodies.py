@@ -186,8 +186,7 @@ class ServiceRoute(APIRoute):
 
 
 def _authenticate(request: Request, key: str) -> Principal:
-    with request.app.state.service.database.read() as session:
-        return principal_of(session, key)
+    return principal_of(request.app.state.service.database, key)
 
 
 def _require_json(headers: Mapping[str, str]) -> None:
