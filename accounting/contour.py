@@ -326,7 +326,7 @@ class _Sampled:
             right = max(right, self.mu + _upper_quantile(included))
         self._lo, self._hi = _on_grid(-left - 0.01), _on_grid(right + 0.01)
         if not self._add:
-            at = self._noise_of(cap)
+            at = self.noise_of(cap)
             self.capped = at < self._hi - 0.5
             self._hi = max(_on_grid(at), self._lo + 1.0) if self.capped else self._hi
         self._edges = None  # of the panels last used: they serve a real tilt as well
@@ -353,17 +353,13 @@ class _Sampled:
 
     def noise_of(self, loss: float) -> float:
         """About the z at which an output loses ``loss`` > 0; beyond it, it loses more (remove)."""
-        return self._noise_of(loss)
-
-    def _noise_of(self, loss: float) -> float:
-        """About the z at which an output loses ``loss`` > 0; beyond it, it loses more."""
         far = loss > _FAR / 2.0
         x = loss - self._log_q if far else math.log1p(math.expm1(loss) / self.q)
         return x / self.mu + 0.5 * self.mu
 
     def beyond(self, loss: float) -> tuple[float, float]:
         """About the probabilities of a larger loss, under numerator and denominator (remove)."""
-        z = self._noise_of(loss)
+        z = self.noise_of(loss)
         plain = math.exp(float(log_ndtr(-z)))
         return (1.0 - self.q) * plain + self.q * math.exp(float(log_ndtr(self.mu - z))), plain
 
@@ -731,17 +727,32 @@ def _upper_quantile(probability: float) -> float:
     return -float(ndtri(max(probability, 1e-300)))
 
 
-class _TwoPoint:
-    """Randomised response: losses +eps0 and -eps0; it dominates every (eps0, 0)-DP mechanism."""
-
-    def __init__(self, term: ApproximateDPTerm) -> None:
-        self.epsilon, self.count = float(term.epsilon), term.count
+class _Symmetric(_Part):
+    """Bounded losses in closed form: nothing is cut off, and both directions are alike."""
 
     def cut(self, outside: float, cap: float) -> None:
         del outside, cap
 
     def tails(self) -> _Tails:
         return _NOTHING
+
+    def forget(self) -> None:
+        pass
+
+    def log_fall(self, k: float) -> float:
+        # Numerator and denominator are each other's mirror images.
+        return self.log_mgf(k)
+
+    def decay(self, tilt: float, t: float, scale: float, whole: float) -> float:
+        del tilt, t, scale
+        return -math.log(whole)
+
+
+class _TwoPoint(_Symmetric):
+    """Randomised response: losses +eps0 and -eps0; it dominates every (eps0, 0)-DP mechanism."""
+
+    def __init__(self, term: ApproximateDPTerm) -> None:
+        self.epsilon, self.count = float(term.epsilon), term.count
 
     def largest(self) -> float:
         return self.epsilon * (1.0 + 4.0 * U)
@@ -757,17 +768,6 @@ class _TwoPoint:
         value = float(self.rough(np.array([tilt]))[0])
         return value + 8.0 * _LIB * (1.0 + tilt * self.epsilon)
 
-    def forget(self) -> None:
-        pass
-
-    def log_fall(self, k: float) -> float:
-        # Numerator and denominator are each other's mirror images.
-        return self.log_mgf(k)
-
-    def decay(self, tilt: float, t: float, scale: float, whole: float) -> float:
-        del tilt, t, scale
-        return -math.log(whole)
-
     def transform(self, tilt: float, step: float, count: int) -> _Transform:
         e = self.epsilon
         t = step * np.arange(count)
@@ -778,7 +778,7 @@ class _TwoPoint:
         return _Transform(values, np.asarray(error), 0.0, tilt * e, 2)
 
 
-class _Laplace:
+class _Laplace(_Symmetric):
     """Lap(0, 1/rate) against the same moved by 1; both directions are alike.
 
     The loss is rate with probability 1/2, -rate with probability exp(-rate)/2, and in between
@@ -787,12 +787,6 @@ class _Laplace:
 
     def __init__(self, term: LaplaceTerm) -> None:
         self.rate, self.count = term.inverse_scale, term.count
-
-    def cut(self, outside: float, cap: float) -> None:
-        del outside, cap
-
-    def tails(self) -> _Tails:
-        return _NOTHING
 
     def largest(self) -> float:
         return self.rate
@@ -806,17 +800,6 @@ class _Laplace:
     def log_mgf(self, tilt: float) -> float:
         value = float(self.rough(np.array([tilt]))[0])
         return value + 16.0 * _LIB * (1.0 + tilt * self.rate)
-
-    def forget(self) -> None:
-        pass
-
-    def log_fall(self, k: float) -> float:
-        # Numerator and denominator are each other's mirror images.
-        return self.log_mgf(k)
-
-    def decay(self, tilt: float, t: float, scale: float, whole: float) -> float:
-        del tilt, t, scale
-        return -math.log(whole)
 
     def transform(self, tilt: float, step: float, count: int) -> _Transform:
         t = step * np.arange(count)
@@ -866,9 +849,8 @@ class Composition:
                 self.parts.append(_Laplace(term))
             else:
                 self.parts.append(_TwoPoint(term))
-        # The unsampled Gaussians are one, of variance sum mu_i^2; it is rounded outward.
+        # The unsampled Gaussians are one, of variance sum mu_i^2; each use counts its rounding.
         self.variance = math.fsum(variances)
-        self.variance_error = self.variance * 8.0 * U
         self.heavy = direction == "remove"  # whether single outputs may lose much
         self.largest = math.inf
         if not variances:
