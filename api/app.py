@@ -43,13 +43,14 @@ access_log = logging.getLogger("epsilond.access")
 
 SWITCH_SECONDS: Final = 5e-4
 ROUTERS: Final = (
+    # First: routers are tried in turn, and questions are asked the most and answered the fastest.
+    accounting.router,
     service.router,
     admin.router,
     datasets.router,
     jobs.router,
     releases.router,
     ledger.router,
-    accounting.router,
 )
 
 
