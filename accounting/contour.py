@@ -1838,10 +1838,11 @@ def _deltas(
         i = int(places[len(places) // 2])
         found = _one_delta(whole, float(epsilons[i]), low, high, epsilons, wanted)
         errors = found or errors
-        if high[i] - low[i] > ACCURACY * high[i]:
-            # What is out of reach here is so nearby.
-            near = places[np.abs(places - i) <= len(epsilons) // 20]
-            given_up[near] = True
+        missed = high[i] - low[i]
+        if missed > ACCURACY * high[i]:
+            # What is out of reach here is so nearby, and far around where little was reached.
+            nearby = len(epsilons) // (8 if missed > 0.5 * high[i] else 20)
+            given_up[places[np.abs(places - i) <= nearby]] = True
         # delta falls with epsilon.
         high = np.minimum.accumulate(high)
         low = np.maximum.accumulate(low[::-1])[::-1]
@@ -1875,6 +1876,7 @@ def _one_delta(
     most_lost, outside = 20.0, 0.03
     terms: dict[str, float] = {}
     spare = 8.0 if len(epsilons) > 1 else 0.0
+    last = math.inf  # the last width, if rounding made it
     for _ in range(6):
         guess = max(math.exp(max(log_delta, -_FAR)), 1e-300)
         try:
@@ -1900,6 +1902,9 @@ def _one_delta(
         spare = 0.0
         excess = terms["rounding_and_quadrature"] / (0.2 * ACCURACY * upper)
         if excess > 1.0:
+            if upper - lower > 0.9 * last:
+                break  # another try loses as many digits
+            last = upper - lower
             most_lost, outside = plan.lost - math.log(excess) - 1.0, 0.15
         log_delta, slope = min(math.log(upper), -1e-9), contour.slope(at)
     return terms
