@@ -5,10 +5,12 @@ holds it as ``previous``:
 
     {"version": 1, "dataset", "sequence", "previous", "kind", "entry", "state", "at", "data"}
 
-``kind`` is ``budget``, ``reserved``, ``started``, ``attempt`` (a started job taken over),
-``released``, ``failed_charged``, ``cancelled`` or ``expired``; ``state`` is the entry's state after
-the row; ``at`` is microseconds since 1970 UTC. ``data`` holds what the row adds, so that the books
-can be replayed from the bodies alone: a ``reserved`` row has the mechanism and its costs.
+``dataset`` is the dataset whose books these are. ``kind`` is ``budget`` (fixed or tightened),
+``awaiting_approval`` or ``reserved`` (an entry is added), ``approved``, ``started``, ``attempt`` (a
+started job taken over), ``released``, ``failed_charged``, ``cancelled``, ``expired`` or ``denied``;
+``state`` is the entry's state after the row; ``at`` is microseconds since 1970 UTC. ``data`` holds
+what the row adds, so that the books can be replayed from the bodies alone: the row that adds an
+entry has its jobs, its mechanism and its costs, and a row that moves one job names it.
 
 Who can write to the database can rewrite a whole chain. What stands against that is outside: a
 certificate holds the hash of its ``started`` row, and so does every copy of an older head.
@@ -40,10 +42,13 @@ from accounting.filters import (
     admitting,
     charge,
     family,
+    shared_out,
+    tightened,
 )
 from accounting.mechanisms import NEIGHBORING_RELATION, Mechanism, mechanism_from_json
 from accounting.tables import (
     GENESIS_HASH,
+    HELD_STATES,
     BudgetRow,
     ChainRow,
     ChargeRow,
@@ -52,6 +57,7 @@ from accounting.tables import (
     FilterRow,
     JobRow,
     JsonObject,
+    OrganisationTotalsRow,
     ReleaseRow,
 )
 
@@ -60,7 +66,11 @@ if TYPE_CHECKING:
 
 EpsilonBound = Callable[[Mechanism, float], "Bracket"]
 
+PLAN: Final = "plan"
+"""The kind of an entry that has several jobs."""
+
 NEXT_STATES: Final[Mapping[str, frozenset[str]]] = {
+    "awaiting_approval": frozenset({"reserved", "denied", "cancelled", "expired"}),
     "reserved": frozenset({"started", "cancelled", "expired"}),
     "started": frozenset({"released", "failed_charged"}),
 }
@@ -112,12 +122,25 @@ class FilterTotal:
         return FilterState(f, self.epsilon_units, self.delta_units, crossed=self.infinite > 0)
 
 
+def entry_state(job_states: Sequence[str]) -> str:
+    """The state of a started plan by those of its jobs: it ends with the last of them."""
+    if any(state in ("reserved", "started") for state in job_states):
+        return "started"
+    return "released" if "released" in job_states else "failed_charged"
+
+
 def filters_of(session: Session, dataset_id: str) -> tuple[Filter, ...]:
-    """The dataset's filters in the family's order; empty before the budget is set."""
+    """The filters of these books in the family's order; empty before the budget is set."""
+    # Columns, not objects: what the session holds already may be older than the caller's lock.
     return tuple(
-        Filter(row.order, row.delta_units, row.cap_units, row.delta_per_release_units)
-        for row in session.scalars(
-            sa.select(FilterRow)
+        Filter(*row)
+        for row in session.execute(
+            sa.select(
+                FilterRow.order,
+                FilterRow.delta_units,
+                FilterRow.cap_units,
+                FilterRow.delta_per_release_units,
+            )
             .where(FilterRow.dataset_id == dataset_id)
             .order_by(FilterRow.position)
         )
@@ -134,7 +157,7 @@ def append(
     now: int,
     data: Mapping[str, object],
 ) -> ChainRow:
-    """Adds a row to the chain of a dataset whose row the caller has locked."""
+    """Adds a row to the chain of books whose row the caller has locked."""
     sequence = dataset.chain_sequence + 1
     body = canonical_json(
         {
@@ -176,18 +199,20 @@ class _Bad(Exception):
 
 @dataclass
 class _Entry:
-    """An entry as the chain tells it."""
+    """An entry as the chain tells it; ``jobs`` has the state of each, in the plan's order."""
 
     first: int
     last: int
+    kind: str
     state: str
-    job: object
+    dataset: object
+    jobs: dict[str, str]
     parent: object
-    organisation: object
+    organisation: str
     mechanism: JsonObject | None
     costs: tuple[Cost, ...]
-    started: int | None = None
-    released: JsonObject | None = None
+    started: dict[str, int] = field(default_factory=dict)
+    released: dict[str, JsonObject] = field(default_factory=dict)
 
 
 @dataclass
@@ -195,10 +220,12 @@ class _Replay:
     """The books, rebuilt from the bodies of the chain."""
 
     epsilon_bound: EpsilonBound | None
-    budget: JsonObject | None = None
+    budget_json: JsonObject | None = None
     budget_sequence: int = 0
+    budget: Budget | None = None
     filters: tuple[Filter, ...] = ()
     totals: list[FilterTotal] = field(default_factory=list)
+    organisations: dict[str, list[FilterTotal]] = field(default_factory=dict)
     entries: dict[str, _Entry] = field(default_factory=dict)
     costs_checked: dict[tuple[str, tuple[Cost, ...]], str | None] = field(default_factory=dict)
     unconfirmed: int = 0
@@ -212,58 +239,76 @@ class _Replay:
         kind, data = body["kind"], body["data"]
         if kind == "budget":
             self._budget(body["sequence"], data)
-        elif kind == "reserved":
-            self._reserved(body["sequence"], body["entry"], data)
+        elif kind in HELD_STATES:
+            if body["state"] != kind:
+                raise _Bad("the row's kind and state differ")
+            self._added(body["sequence"], body["entry"], kind, data)
         else:
             self._moved(body["sequence"], body["entry"], kind, body["state"], data)
 
     def _budget(self, sequence: int, data: JsonObject) -> None:
-        if self.budget is not None:
-            raise _Bad("a second budget")
-        self.budget, self.budget_sequence = data["budget"], sequence
-        self.filters = tuple(
+        budget = Budget.from_json(data["budget"])
+        stored = tuple(
             Filter(f["order"], f["delta_units"], f["cap_units"], f["delta_per_release_units"])
             for f in data["filters"]
         )
-        published = family(Budget.from_json(data["budget"]))
-        if len(published) != len(self.filters) or not all(
-            _same_filter(stored, f) for stored, f in zip(self.filters, published, strict=True)
-        ):
+        if self.budget is None:
+            published = family(budget)
+            self.totals = [FilterTotal() for _ in stored]
+        else:
+            try:
+                published = tightened(self.filters, self.budget, budget)
+            except InvalidRequest as error:
+                raise _Bad(f"the budget was raised: {error.detail}") from None
+        if len(published) != len(stored) or not all(map(_same_filter, stored, published)):
             raise _Bad("the filters are not those that the budget stands for")
-        self.totals = [FilterTotal() for _ in self.filters]
+        self.budget, self.budget_json = budget, data["budget"]
+        self.filters, self.budget_sequence = stored, sequence
 
-    def _reserved(self, sequence: int, entry_id: str, data: JsonObject) -> None:
+    def _added(self, sequence: int, entry_id: str, state: str, data: JsonObject) -> None:
         if entry_id in self.entries:
             raise _Bad("the entry was reserved before")
-        mechanism = data["mechanism"]
+        mechanism, organisation = data["mechanism"], str(data["organisation"])
         costs = tuple(Cost(epsilon, delta) for epsilon, delta in data["costs"])
         if data["neighboring_relation"] != NEIGHBORING_RELATION:
             raise _Bad("another neighbouring relation")
         if costs:
-            if len(costs) != len(self.filters) or mechanism is None:
+            if self.budget is None or len(costs) != len(self.filters) or mechanism is None:
                 raise _Bad("the charge has no mechanism, or not one cost a filter")
             if any(not 0 <= u <= INFINITE for c in costs for u in (c.epsilon_units, c.delta_units)):
                 raise _Bad("a cost is out of range")
             if data["mechanism_digest"] != digest(mechanism):
                 raise _Bad("the mechanism's digest differs")
-            states = [t.state(f) for t, f in zip(self.totals, self.filters, strict=True)]
-            if not admitting(states, costs):
+            if not admitting(_states(self.totals, self.filters), costs):
                 raise _Bad("no filter admitted this charge")
+            share = self.budget.share_of(organisation)
+            if share is not None:
+                known = self.organisations.get(organisation, [FilterTotal()] * len(self.filters))
+                capped = _states(known, [shared_out(f, share) for f in self.filters])
+                if not admitting(capped, costs):
+                    raise _Bad("the organisation's cap did not admit this charge")
+            waits = self.budget.needs_approval(self.filters, costs)
+            if waits != (state == "awaiting_approval"):
+                raise _Bad("the charge did not wait for approval as the budget says")
             problem = self._recompute(data["mechanism_digest"], mechanism, costs)
             if problem is not None:
                 raise _Bad(problem)
-            self._count(costs, 1)
+            self._count(organisation, costs, 1)
         else:
             parent = self.entries.get(str(data["parent"]))
             if parent is None or parent.state != "released" or mechanism is not None:
                 raise _Bad("an entry without a charge must process a released one")
+        if data["entry_kind"] != PLAN and len(data["jobs"]) != 1:
+            raise _Bad("an entry that is no plan has one job")
         self.entries[entry_id] = _Entry(
             first=sequence,
             last=sequence,
-            state="reserved",
-            job=data["job"],
+            kind=data["entry_kind"],
+            state=state,
+            dataset=data["dataset"],
+            jobs={str(job): state for job in data["jobs"]},
             parent=data["parent"],
-            organisation=data["organisation"],
+            organisation=organisation,
             mechanism=mechanism,
             costs=costs,
         )
@@ -272,22 +317,48 @@ class _Replay:
         entry = self.entries.get(entry_id)
         if entry is None:
             raise _Bad("the entry was never reserved")
-        if kind == "attempt":
-            if entry.state != "started" or state != "started":
-                raise _Bad("an attempt at a job that is not started")
-        elif state != kind or state not in NEXT_STATES.get(entry.state, ()):
-            raise _Bad(f"no entry goes from {entry.state} to {kind}")
-        if kind == "started":
-            entry.started = sequence
-        elif kind == "released":
-            entry.released = data
-        elif kind in ("cancelled", "expired"):
-            self._count(entry.costs, -1)
-        entry.state, entry.last = state, sequence
+        if kind in ("started", "attempt", "released", "failed_charged"):
+            self._job_moved(sequence, entry, kind, data)
+        else:
+            to = "reserved" if kind == "approved" else kind
+            before = entry.state
+            if to not in NEXT_STATES.get(before, ()) or before not in HELD_STATES:
+                raise _Bad(f"no entry goes from {before} to {to}")
+            entry.state = to
+            entry.jobs = dict.fromkeys(entry.jobs, to)
+            if to != "reserved":
+                self._count(entry.organisation, entry.costs, -1)
+        if state != entry.state:
+            raise _Bad("the row's state is not the one that it leads to")
+        entry.last = sequence
 
-    def _count(self, costs: Sequence[Cost], sign: int) -> None:
-        for total, cost in zip(self.totals, costs):  # noqa: B905 - free entries have no costs
-            total.add(cost, sign)
+    def _job_moved(self, sequence: int, entry: _Entry, kind: str, data: JsonObject) -> None:
+        job = data["job"]
+        before = entry.jobs.get(job)
+        if before is None:
+            raise _Bad("the entry has no such job")
+        if kind == "attempt":
+            if before != "started":
+                raise _Bad("an attempt at a job that is not started")
+            return
+        # A job of a plan that started may end without a start of its own.
+        late = (before, kind) == ("reserved", "failed_charged") and entry.state == "started"
+        if kind not in NEXT_STATES.get(before, ()) and not late:
+            raise _Bad(f"no job goes from {before} to {kind}")
+        entry.jobs[job] = kind
+        entry.state = entry_state(list(entry.jobs.values()))
+        if kind == "started":
+            entry.started[job] = sequence
+        elif kind == "released":
+            entry.released[job] = {name: value for name, value in data.items() if name != "job"}
+
+    def _count(self, organisation: str, costs: Sequence[Cost], sign: int) -> None:
+        if not costs:
+            return
+        own = self.organisations.setdefault(organisation, [FilterTotal() for _ in costs])
+        for totals in (self.totals, own):
+            for total, cost in zip(totals, costs, strict=True):
+                total.add(cost, sign)
 
     def _recompute(
         self, key: str, mechanism_json: JsonObject, costs: tuple[Cost, ...]
@@ -327,6 +398,10 @@ class _Replay:
         return None
 
 
+def _states(totals: Sequence[FilterTotal], filters: Sequence[Filter]) -> list[FilterState]:
+    return [t.state(f) for t, f in zip(totals, filters, strict=True)]
+
+
 def _not_asked(_mechanism: Mechanism, _delta: float) -> Bracket:
     raise AssertionError("a finite order needs no bound of epsilon")
 
@@ -355,7 +430,7 @@ def _below(recorded: int, recomputed: int) -> bool:
 def verify(
     session: Session, dataset_id: str, *, epsilon_bound: EpsilonBound | None = None
 ) -> Verification:
-    """Checks a dataset's books: the chain, the rule along it, its costs, and the tables against it.
+    """Checks the books of a dataset: the chain, the rule along it, its costs, and the tables.
 
     In order: every body is the text of its hash, holds the hash before it and its own place; the
     head in the dataset row is the last row; each row may follow the rows before it; each charge was
@@ -372,26 +447,27 @@ def verify(
     dataset = session.get(DatasetRow, dataset_id)
     if dataset is None:
         raise NotFound
+    books = session.get_one(DatasetRow, dataset.books_id, populate_existing=True)
     replay = _Replay(epsilon_bound)
     good, head = 0, GENESIS_HASH
     try:
         with session.execute(
             sa.select(ChainRow.sequence, ChainRow.previous_hash, ChainRow.hash, ChainRow.body)
-            .where(ChainRow.dataset_id == dataset_id)
+            .where(ChainRow.dataset_id == books.id)
             .order_by(ChainRow.sequence)
             .execution_options(yield_per=1000)
         ) as rows:
             for row in rows:
-                body = _read_body(dataset_id, row, expected=good + 1, previous=head)
+                body = _read_body(books.id, row, expected=good + 1, previous=head)
                 _play(replay, body)
                 good, head = row.sequence, row.hash
-        if dataset.chain_sequence > good:
+        if books.chain_sequence > good:
             raise _Bad("rows are missing at the end", good + 1)
-        if dataset.chain_sequence < good:
-            raise _Bad("there are rows after the head", dataset.chain_sequence + 1)
-        if dataset.chain_hash != head:
+        if books.chain_sequence < good:
+            raise _Bad("there are rows after the head", books.chain_sequence + 1)
+        if books.chain_hash != head:
             raise _Bad("the head is not the hash of the last row", max(good, 1))
-        _compare_tables(session, dataset_id, replay, good)
+        _compare_tables(session, books, replay, good)
     except _Bad as bad:
         return Verification(
             ok=False,
@@ -449,14 +525,24 @@ def _play(replay: _Replay, body: JsonObject) -> None:
         raise _Bad(f"the mechanism cannot be read: {error.detail}") from error
 
 
-def _compare_tables(session: Session, dataset_id: str, replay: _Replay, rows: int) -> None:
+def _compare_tables(session: Session, books: DatasetRow, replay: _Replay, rows: int) -> None:
     """Raises _Bad, with the sequence of the first row that the tables contradict."""
     problems: list[tuple[int, str]] = []
-    budget = session.get(BudgetRow, dataset_id)
-    if (None if budget is None else budget.budget) != replay.budget or (
-        filters_of(session, dataset_id) != replay.filters
+    budget = session.get(BudgetRow, books.id)
+    if (None if budget is None else budget.budget) != replay.budget_json or (
+        filters_of(session, books.id) != replay.filters
     ):
         problems.append((replay.budget_sequence or rows + 1, "the budget differs from the chain's"))
+    if books.totals != _sums(replay.totals):
+        problems.append((max(rows, 1), "the sums of the filters differ from the chain's"))
+    stored_sums = {
+        row.organisation_id: row.totals
+        for row in session.scalars(
+            sa.select(OrganisationTotalsRow).where(OrganisationTotalsRow.dataset_id == books.id)
+        )
+    }
+    if stored_sums != {name: _sums(totals) for name, totals in replay.organisations.items()}:
+        problems.append((max(rows, 1), "the sums of an organisation differ from the chain's"))
 
     charges: dict[str, dict[int, Cost]] = {}
     for charged in session.execute(
@@ -464,7 +550,7 @@ def _compare_tables(session: Session, dataset_id: str, replay: _Replay, rows: in
             ChargeRow.entry_id, ChargeRow.position, ChargeRow.epsilon_units, ChargeRow.delta_units
         )
         .join(EntryRow, EntryRow.id == ChargeRow.entry_id)
-        .where(EntryRow.dataset_id == dataset_id)
+        .where(EntryRow.books_id == books.id)
         .execution_options(yield_per=1000)
     ):
         charges.setdefault(charged.entry_id, {})[charged.position] = Cost(
@@ -473,20 +559,8 @@ def _compare_tables(session: Session, dataset_id: str, replay: _Replay, rows: in
     seen: set[str] = set()
     # Columns, not objects: what the session holds already must not stand in for what is stored.
     for row in session.execute(
-        sa.select(
-            *EntryRow.__table__.c,
-            JobRow.id.label("job_id"),
-            JobRow.state.label("job_state"),
-            JobRow.mechanism.label("job_mechanism"),
-            JobRow.started_sequence,
-            ReleaseRow.id.label("release_id"),
-            ReleaseRow.sha256,
-            ReleaseRow.bytes,
-            ReleaseRow.certificate,
-        )
-        .outerjoin(JobRow, JobRow.entry_id == EntryRow.id)
-        .outerjoin(ReleaseRow, ReleaseRow.entry_id == EntryRow.id)
-        .where(EntryRow.dataset_id == dataset_id)
+        sa.select(*EntryRow.__table__.c)
+        .where(EntryRow.books_id == books.id)
         .execution_options(yield_per=1000)
     ):
         seen.add(row.id)
@@ -494,22 +568,79 @@ def _compare_tables(session: Session, dataset_id: str, replay: _Replay, rows: in
         if told is None:
             problems.append((rows + 1, f"entry {row.id} has no row in the chain"))
             continue
-        if row.state != told.state or row.job_state != told.state:
+        if row.state != told.state:
             problems.append(
                 (told.last, f"entry {row.id} is {row.state}, and {told.state} in the chain")
             )
         if charges.get(row.id, {}) != dict(enumerate(told.costs)):
             problems.append((told.first, f"the costs of entry {row.id} differ from the chain's"))
         if (
-            (row.sequence, row.job_id, row.organisation_id)
-            != (told.first, told.job, told.organisation)
-            or row.parent_entry_id != told.parent
-            or row.mechanism != told.mechanism
-            or row.job_mechanism != told.mechanism
-        ):
+            row.sequence,
+            row.kind,
+            row.dataset_id,
+            row.organisation_id,
+            row.parent_entry_id,
+            row.mechanism,
+        ) != (told.first, told.kind, told.dataset, told.organisation, told.parent, told.mechanism):
             problems.append((told.first, f"entry {row.id} differs from the chain's"))
-        if row.started_sequence != told.started:
-            problems.append((told.last, f"entry {row.id} names another row as its start"))
+    problems.extend(
+        (told.first, f"entry {entry_id} is in the chain alone")
+        for entry_id, told in replay.entries.items()
+        if entry_id not in seen
+    )
+    problems.extend(_compare_jobs(session, books, replay, rows))
+    if problems:
+        sequence, problem = min(problems)
+        raise _Bad(problem, sequence)
+
+
+def _sums(totals: Sequence[FilterTotal]) -> list[list[int]]:
+    return [[t.epsilon_units, t.delta_units, t.infinite] for t in totals]
+
+
+def _compare_jobs(
+    session: Session, books: DatasetRow, replay: _Replay, rows: int
+) -> list[tuple[int, str]]:
+    """What the tables of jobs and releases say otherwise than the chain."""
+    problems: list[tuple[int, str]] = []
+    missing = {(entry_id, job) for entry_id, told in replay.entries.items() for job in told.jobs}
+    for row in session.execute(
+        sa.select(
+            JobRow.id,
+            JobRow.entry_id,
+            JobRow.plan_position,
+            JobRow.state,
+            JobRow.mechanism,
+            JobRow.started_sequence,
+            ReleaseRow.id.label("release_id"),
+            ReleaseRow.sha256,
+            ReleaseRow.bytes,
+            ReleaseRow.certificate,
+        )
+        .join(EntryRow, EntryRow.id == JobRow.entry_id)
+        .outerjoin(ReleaseRow, ReleaseRow.job_id == JobRow.id)
+        .where(EntryRow.books_id == books.id)
+        .execution_options(yield_per=1000)
+    ):
+        told = replay.entries.get(row.entry_id)
+        if told is None or row.id not in told.jobs:
+            problems.append((rows + 1, f"job {row.id} has no row in the chain"))
+            continue
+        missing.remove((row.entry_id, row.id))
+        if row.state != told.jobs[row.id]:
+            problems.append(
+                (told.last, f"job {row.id} is {row.state}, and {told.jobs[row.id]} in the chain")
+            )
+        position = list(told.jobs).index(row.id)
+        charged = told.mechanism
+        if told.kind == PLAN and charged is not None:
+            charged = charged["parts"][position]["mechanism"]
+        if row.mechanism != charged or row.plan_position != (
+            position if told.kind == PLAN else None
+        ):
+            problems.append((told.first, f"job {row.id} differs from the chain's"))
+        if row.started_sequence != told.started.get(row.id):
+            problems.append((told.last, f"job {row.id} names another row as its start"))
         stored = (
             None
             if row.release_id is None
@@ -519,13 +650,10 @@ def _compare_tables(session: Session, dataset_id: str, replay: _Replay, rows: in
                 "certificate_digest": digest(row.certificate),
             }
         )
-        if stored != told.released:
-            problems.append((told.last, f"the release of entry {row.id} differs from the chain's"))
+        if stored != told.released.get(row.id):
+            problems.append((told.last, f"the release of job {row.id} differs from the chain's"))
     problems.extend(
-        (told.first, f"entry {entry_id} is in the chain alone")
-        for entry_id, told in replay.entries.items()
-        if entry_id not in seen
+        (replay.entries[entry_id].first, f"job {job} is in the chain alone")
+        for entry_id, job in missing
     )
-    if problems:
-        sequence, problem = min(problems)
-        raise _Bad(problem, sequence)
+    return problems

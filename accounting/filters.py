@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -123,14 +123,21 @@ Use = FewLarge | ManySmall
 class Budget:
     """A dataset's budget, as the owner wrote it, and the use that its filters are chosen for.
 
+    Attributes:
+        organisation_caps: the most epsilon that each named organisation may use. It may then fill
+            ``cap / epsilon`` of every filter: a way to share the budget out, and no guarantee.
+        approval_above: a charge of more epsilon by basic composition waits for the owner.
+
     Raises:
-        InvalidRequest: epsilon is not in (0, 1000], delta is not in (0, 1), or delta is so small
-            that a filter's share rounds down to nothing.
+        InvalidRequest: epsilon is not in (0, 1000], delta is not in (0, 1), delta is so small that
+            a filter's share rounds down to nothing, or a cap or threshold is not in (0, epsilon].
     """
 
     epsilon: Decimal
     delta: Decimal
     use: Use
+    organisation_caps: Mapping[str, Decimal] = field(default_factory=dict)
+    approval_above: Decimal | None = None
 
     def __post_init__(self) -> None:
         number = self.epsilon
@@ -146,27 +153,81 @@ class Budget:
             raise InvalidRequest("delta", "must lie strictly between 0 and 1")
         if _shares(self)[0][1] < 1:
             raise InvalidRequest("delta", "is too small to be shared among the declared releases")
+        for name, cap in self.organisation_caps.items():
+            self._check_within(f"organisation_caps.{name}.epsilon", cap)
+        if self.approval_above is not None:
+            self._check_within("approval_above.epsilon", self.approval_above)
+
+    def _check_within(self, name: str, value: Decimal) -> None:
+        _rename(name, lambda: check_decimal("", value, zero_allowed=False, at_most=MAX_EPSILON))
+        if value > self.epsilon:
+            raise InvalidRequest(name, "must be at most the budget's epsilon")
 
     def to_json(self) -> dict[str, object]:
-        return {
+        found: dict[str, object] = {
             "epsilon": _number_or_text(self.epsilon),
             "delta": _number_or_text(self.delta),
             "use": self.use.to_json(),
         }
+        if self.organisation_caps:
+            found["organisation_caps"] = {
+                name: {"epsilon": _number_or_text(cap)}
+                for name, cap in sorted(self.organisation_caps.items())
+            }
+        if self.approval_above is not None:
+            found["approval_above"] = {"epsilon": _number_or_text(self.approval_above)}
+        return found
 
     @classmethod
     def from_json(cls, obj: object) -> Budget:
-        """Reads ``{"epsilon", "delta", "use": {"kind": "few_large", "releases": k} | {...}}``.
+        """Reads what :meth:`to_json` writes::
+
+            {"epsilon", "delta",
+             "use": {"kind": "few_large", "releases": k} | {"kind": "many_small"},
+             "organisation_caps": {ORGANISATION: {"epsilon"}}, "approval_above": {"epsilon"}}
+
+        The last two may be missing or null.
 
         Raises:
             InvalidRequest: names the field that is missing, unknown or out of range.
         """
-        fields = _object("", obj, ("epsilon", "delta", "use"))
+        fields = _object(
+            "", obj, ("epsilon", "delta", "use"), optional=("organisation_caps", "approval_above")
+        )
+        caps = fields.get("organisation_caps", {})
+        if not isinstance(caps, Mapping):
+            raise InvalidRequest("organisation_caps", "must be a JSON object")
+        threshold = fields.get("approval_above")
         return cls(
             _decimal("epsilon", fields["epsilon"]),
             _decimal("delta", fields["delta"]),
             _use(fields["use"]),
+            {
+                str(name): _only_epsilon(f"organisation_caps.{name}", cap)
+                for name, cap in caps.items()
+            },
+            None if threshold is None else _only_epsilon("approval_above", threshold),
         )
+
+    def needs_approval(self, filters: Sequence[Filter], costs: Sequence[Cost]) -> bool:
+        """Whether a charge lies above the owner's threshold, by basic composition."""
+        if self.approval_above is None:
+            return False
+        most = int(Fraction(self.approval_above) * EPSILON_UNITS)
+        return any(
+            cost.epsilon_units > most
+            for f, cost in zip(filters, costs, strict=True)
+            if f.order == INFINITE_ORDER
+        )
+
+    def share_of(self, organisation_id: str) -> Fraction | None:
+        """The part of each filter that an organisation may fill; None where it has no cap."""
+        cap = self.organisation_caps.get(organisation_id)
+        return None if cap is None else Fraction(cap) / Fraction(self.epsilon)
+
+
+def _only_epsilon(where: str, obj: object) -> Decimal:
+    return _decimal(f"{where}.epsilon", _object(where, obj, ("epsilon",))["epsilon"])
 
 
 def _use(obj: object) -> Use:
@@ -184,7 +245,10 @@ def _use(obj: object) -> Use:
     raise InvalidRequest("use.kind", "must be few_large or many_small")
 
 
-def _object(where: str, obj: object, names: Sequence[str]) -> dict[str, object]:
+def _object(
+    where: str, obj: object, names: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, object]:
+    """The fields of an object; an optional one that is missing or null is left out."""
     prefix = f"{where}." if where else ""
     if not isinstance(obj, Mapping):
         raise InvalidRequest(where, "must be a JSON object")
@@ -192,9 +256,9 @@ def _object(where: str, obj: object, names: Sequence[str]) -> dict[str, object]:
         if obj.get(name) is None:
             raise InvalidRequest(prefix + name, "is required")
     for name in obj:
-        if name not in names:
+        if name not in names and name not in optional:
             raise InvalidRequest(f"{prefix}{name}", "is not a field of a budget")
-    return {name: obj[name] for name in names}
+    return {name: obj[name] for name in (*names, *optional) if obj.get(name) is not None}
 
 
 def _decimal(name: str, value: object) -> Decimal:
@@ -293,6 +357,39 @@ def family(budget: Budget) -> tuple[Filter, ...]:
     return tuple(filters)
 
 
+def tightened(filters: Sequence[Filter], old: Budget, new: Budget) -> tuple[Filter, ...]:
+    """The filters of a budget that was tightened: the same orders, with caps that only fall.
+
+    Costs were computed for these orders, and at order inf for its delta of each release, so both
+    stay. Each share of delta shrinks with delta, and each cap to what the new epsilon leaves. What
+    was spent stays within the caps that it was admitted by: the guarantee remains that of ``old``.
+
+    Raises:
+        InvalidRequest: epsilon or delta is larger than before, or the use is another.
+    """
+    if new.epsilon > old.epsilon:
+        raise InvalidRequest("epsilon", "can only be lowered")
+    if new.delta > old.delta:
+        raise InvalidRequest("delta", "can only be lowered")
+    if new.use != old.use:
+        raise InvalidRequest("use", "can't change")
+    part = Fraction(new.delta) / Fraction(old.delta)
+    found = []
+    for f in filters:
+        share = int(f.delta_units * part)
+        if f.order == INFINITE_ORDER:
+            cap = math.floor(Fraction(new.epsilon) * EPSILON_UNITS)
+        else:
+            cap = _cap(new, f.order, share)
+        found.append(replace(f, delta_units=share, cap_units=max(0, min(f.cap_units, cap))))
+    return tuple(found)
+
+
+def shared_out(f: Filter, share: Fraction) -> Filter:
+    """The filter with the part of its caps that one organisation may fill."""
+    return replace(f, cap_units=int(f.cap_units * share), delta_units=int(f.delta_units * share))
+
+
 # --------------------------------------------------------------------------------------------------
 # Charges
 # --------------------------------------------------------------------------------------------------
@@ -380,6 +477,24 @@ def _delta_below(units: int) -> float:
     exact = Fraction(units, DELTA_UNITS)
     near = float(exact)
     return near if Fraction(near) <= exact else math.nextafter(near, 0.0)
+
+
+def further_releases(states: Sequence[FilterState], costs: Sequence[Cost]) -> int | None:
+    """How many more releases of this cost the rule admits, one after the other; None if no limit.
+
+    Each counts in every filter, and the last of them needs one filter that holds them all.
+    """
+    most = 0
+    for j in admitting(states, costs):
+        state, cost = states[j], costs[j]
+        room = [(state.filter.cap_units - state.epsilon_units, cost.epsilon_units)]
+        if state.filter.order == INFINITE_ORDER:
+            room.append((state.filter.delta_units - state.delta_units, cost.delta_units))
+        counts = [left // each for left, each in room if each]
+        if not counts:
+            return None
+        most = max(most, min(counts))
+    return most
 
 
 def admitting(states: Sequence[FilterState], costs: Sequence[Cost]) -> tuple[int, ...]:

@@ -1,28 +1,36 @@
 """The books of a dataset: the only writer of entries, charges, jobs, releases and the chain.
 
-    reserve ──▶ reserved ──start──▶ started ──release──▶ released
-                   │                   └─────fail──────▶ failed_charged
-                   ├──cancel──▶ cancelled
-                   └──expire──▶ expired
+    awaiting_approval ──approve──▶ reserved ──start──▶ started ──release──▶ released
+           │                          │                   └─────fail──────▶ failed_charged
+           ├──deny──▶ denied          │
+           └──────────┬───────────────┘
+                      ├──cancel──▶ cancelled
+                      └──expire──▶ expired
 
 **The guarantee.** Whatever is asked, in whatever order, by whomever, and however machines fail, the
 entries that ever started satisfy: at the last admission, for at least one filter j of the family
-that the budget fixed, the sum over reserved, started, released and failed entries lay within cap_j.
-That makes all that was ever computed (epsilon, delta)-DP (the proof stands in
+that the budget fixed, the sum over waiting, reserved, started, released and failed entries lay
+within cap_j. That makes all that was ever computed (epsilon, delta)-DP (the proof stands in
 :mod:`accounting.filters`). It rests on four rules, which this module keeps and :func:`verify`
 checks:
 
 1. An admission reads its sums in the transaction that inserts the entry, under the lock of the
-   dataset row. Two clients cannot both be admitted on the same sums.
+   books' dataset row. Two clients cannot both be admitted on the same sums.
 2. The start is committed before the first private byte is read or noise is drawn.
 3. Only an entry that never started is taken back. ``started`` ends in ``released`` or
    ``failed_charged``, and both count.
-4. Every change of state adds a row to the dataset's hash chain, in the same transaction.
+4. Every change of state adds a row to the books' hash chain, in the same transaction.
+
+**Books.** A dataset has books of its own, or shares those of another: then both are one budget
+group, with one budget, one chain and one lock. Every function takes the id of any of its datasets.
+
+**Plans.** A plan is one entry with several jobs, fixed before the first of them starts. The entry
+starts with its first job, and from then on all of it stays charged, whatever becomes of the others.
 
 Every function takes the ``session`` of a transaction that its caller opened with
 :meth:`accounting.tables.Database.write` (or ``read``, for those that only read), and ``now`` in
-microseconds since 1970 UTC: nothing here looks at a clock. Locks are taken in one order, dataset
-rows by id and then job rows.
+microseconds since 1970 UTC: nothing here looks at a clock. Locks are taken in one order, the rows
+of books by id and then job rows.
 
 **Leases.** A started job belongs to whoever holds its lease token, a random fencing token that each
 attempt gets anew. Times only decide when another attempt *may* take a job over; whether an attempt
@@ -44,8 +52,10 @@ from sqlalchemy.orm import Session
 from accounting.canonical import digest
 from accounting.chain import (
     NEXT_STATES,
+    PLAN,
     FilterTotal,
     append,
+    entry_state,
     filters_of,
 )
 from accounting.chain import EpsilonBound as EpsilonBound
@@ -55,6 +65,7 @@ from accounting.errors import (
     BudgetExhausted,
     Conflict,
     IdempotencyMismatch,
+    InvalidRequest,
     LeaseLost,
     NotFound,
 )
@@ -69,16 +80,20 @@ from accounting.filters import (
     FilterState,
     admitting,
     family,
+    shared_out,
+    tightened,
 )
 from accounting.mechanisms import (
     NEIGHBORING_RELATION,
+    Composition,
     Mechanism,
+    Part,
     mechanism_digest,
     mechanism_to_json,
     require_chargeable,
 )
 from accounting.tables import (
-    CHARGED_STATES,
+    HELD_STATES,
     BudgetRow,
     ChainRow,
     ChargeRow,
@@ -88,6 +103,7 @@ from accounting.tables import (
     JobRow,
     JsonObject,
     LeaseRow,
+    OrganisationTotalsRow,
     ReleaseRow,
     SnapshotRow,
 )
@@ -104,11 +120,37 @@ _LONGEST_RESEND: Final = 32
 
 @dataclass(frozen=True)
 class Reservation:
-    """The job and entry of a request; ``created`` is False where the key was used before."""
+    """The job and entry of a request; ``created`` is False where the key was used before.
+
+    ``state`` is that of the job now: only a ``reserved`` one is sent to the workers.
+    """
 
     job_id: str
     entry_id: str
     created: bool
+    state: str = "reserved"
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """One job of a plan, as it will be charged and run; the fields are those of :func:`reserve`."""
+
+    kind: str
+    spec: Mapping[str, object]
+    mechanism: Mechanism
+    post_processing: Mapping[str, object]
+    certificate_epsilon: Mapping[str, object]
+    progress_total: int
+
+
+@dataclass(frozen=True)
+class PlanReservation:
+    """The jobs of a plan in their order, and its entry."""
+
+    job_ids: tuple[str, ...]
+    entry_id: str
+    created: bool
+    state: str
 
 
 @dataclass(frozen=True)
@@ -136,11 +178,15 @@ class Started:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the books, for reading. ``costs`` has one item a filter, or none at all."""
+    """One line of the books, for reading. ``costs`` has one item a filter, or none at all.
+
+    ``job_ids`` are in the plan's order; ``release_ids`` are those that there are, likewise.
+    """
 
     id: str
+    dataset_id: str
     sequence: int
-    job_id: str
+    job_ids: tuple[str, ...]
     organisation_id: str
     kind: str
     state: str
@@ -148,7 +194,7 @@ class Entry:
     mechanism: JsonObject | None
     mechanism_digest: str | None
     costs: tuple[Cost, ...]
-    release_id: str | None
+    release_ids: tuple[str, ...]
     created_at: int
     updated_at: int
 
@@ -161,31 +207,47 @@ class Entry:
 def set_budget(
     session: Session, *, dataset_id: str, budget: Budget, now: int
 ) -> tuple[Filter, ...]:
-    """Fixes a dataset's budget, and with it the family of filters, for ever.
+    """Fixes the budget of a dataset's books, and with it the family of filters; or tightens it.
+
+    Epsilon and delta can only be lowered, which lowers the caps of the same filters: what is being
+    priced meanwhile, outside any transaction, is priced for the right ones. The caps of
+    organisations and the threshold for approval are no part of the guarantee, and may change.
 
     Raises:
         NotFound: no such dataset.
-        Conflict: ``budget_already_set``.
+        Conflict: ``budget_not_raised``.
     """
-    dataset = _lock_dataset(session, dataset_id)
-    if session.get(BudgetRow, dataset_id) is not None:
-        raise Conflict("budget_already_set", "the dataset's budget is fixed already")
-    filters = family(budget)
-    session.add(BudgetRow(dataset_id=dataset_id, budget=budget.to_json(), created_at=now))
-    for position, f in enumerate(filters):
-        session.add(
-            FilterRow(
-                dataset_id=dataset_id,
-                position=position,
-                order=f.order,
-                delta_units=f.delta_units,
-                cap_units=f.cap_units,
-                delta_per_release_units=f.delta_per_release_units,
-            )
+    books = lock_books(session, dataset_id)
+    row = session.get(BudgetRow, books.id, populate_existing=True)
+    if row is None:
+        filters = family(budget)
+        books.totals = [[0, 0, 0] for _ in filters]
+        session.add(BudgetRow(dataset_id=books.id, budget=budget.to_json(), created_at=now))
+    else:
+        known = filters_of(session, books.id)
+        old = Budget.from_json(row.budget)
+        if budget == old:
+            return known
+        try:
+            filters = tightened(known, old, budget)
+        except InvalidRequest as error:
+            raise Conflict("budget_not_raised", error.detail) from None
+        row.budget = budget.to_json()
+        session.execute(sa.delete(FilterRow).where(FilterRow.dataset_id == books.id))
+    session.add_all(
+        FilterRow(
+            dataset_id=books.id,
+            position=position,
+            order=f.order,
+            delta_units=f.delta_units,
+            cap_units=f.cap_units,
+            delta_per_release_units=f.delta_per_release_units,
         )
+        for position, f in enumerate(filters)
+    )
     append(
         session,
-        dataset,
+        books,
         kind="budget",
         entry_id=None,
         state=None,
@@ -196,42 +258,107 @@ def set_budget(
     return filters
 
 
+def books_of(session: Session, dataset_id: str) -> DatasetRow:
+    """The dataset whose books are those of this one; for reading.
+
+    Raises:
+        NotFound: no such dataset.
+    """
+    dataset = session.get(DatasetRow, dataset_id)
+    if dataset is None:
+        raise NotFound
+    return (
+        dataset if dataset.books_id == dataset.id else session.get_one(DatasetRow, dataset.books_id)
+    )
+
+
 def budget_of(session: Session, dataset_id: str) -> tuple[Budget, tuple[Filter, ...]] | None:
-    """The dataset's budget and its filters, in the family's order; None before it is set."""
-    row = session.get(BudgetRow, dataset_id)
+    """The budget of a dataset's books and its filters, in the family's order; None before that."""
+    books = books_of(session, dataset_id)
+    row = session.get(BudgetRow, books.id)
     if row is None:
         return None
-    return Budget.from_json(row.budget), filters_of(session, dataset_id)
+    return Budget.from_json(row.budget), filters_of(session, books.id)
 
 
 def states(session: Session, dataset_id: str) -> tuple[FilterState, ...]:
-    """What each filter has spent and reserved, recomputed from the entries.
+    """What each filter has spent and reserved. Empty before the budget is set.
 
-    Empty before the budget is set. Used for admission only under the dataset row's lock.
+    Used for admission only under the lock of the books.
     """
-    filters = filters_of(session, dataset_id)
-    # Halves of 32 bits: a sum of 64-bit integers may leave 64 bits, which SQLite refuses to add.
-    epsilon, delta = ChargeRow.epsilon_units, ChargeRow.delta_units
-    finite = sa.and_(epsilon != INFINITE, delta != INFINITE)
-    halves = [
-        sa.func.sum(sa.case((finite, half), else_=0))
-        for column in (epsilon, delta)
-        for half in (column // 2**32, column % 2**32)
-    ]
-    rows = session.execute(
-        sa.select(ChargeRow.position, *halves, sa.func.sum(sa.case((finite, 0), else_=1)))
-        .join(EntryRow, EntryRow.id == ChargeRow.entry_id)
-        .where(EntryRow.dataset_id == dataset_id, EntryRow.state.in_(CHARGED_STATES))
-        .group_by(ChargeRow.position)
-    ).all()
-    totals = [FilterTotal() for _ in filters]
-    for position, epsilon_high, epsilon_low, delta_high, delta_low, infinite in rows:
-        totals[position] = FilterTotal(
-            (int(epsilon_high) << 32) + int(epsilon_low),
-            (int(delta_high) << 32) + int(delta_low),
-            int(infinite),
+    books = books_of(session, dataset_id)
+    return _states(filters_of(session, books.id), books.totals)
+
+
+def organisation_states(
+    session: Session, dataset_id: str, organisation_id: str
+) -> tuple[FilterState, ...] | None:
+    """What an organisation has used of its cap, as a part of each filter; None without a cap."""
+    books = books_of(session, dataset_id)
+    row = session.get(BudgetRow, books.id)
+    if row is None:
+        return None
+    return _capped(
+        session,
+        books,
+        Budget.from_json(row.budget),
+        filters_of(session, books.id),
+        organisation_id,
+    )
+
+
+def _states(filters: Sequence[Filter], totals: Sequence[Sequence[int]]) -> tuple[FilterState, ...]:
+    return tuple(FilterTotal(*sums).state(f) for f, sums in zip(filters, totals, strict=True))
+
+
+def _capped(
+    session: Session,
+    books: DatasetRow,
+    budget: Budget,
+    filters: Sequence[Filter],
+    organisation_id: str,
+) -> tuple[FilterState, ...] | None:
+    share = budget.share_of(organisation_id)
+    if share is None:
+        return None
+    row = session.get(OrganisationTotalsRow, (books.id, organisation_id), populate_existing=True)
+    return _states(
+        [shared_out(f, share) for f in filters],
+        [[0, 0, 0]] * len(filters) if row is None else row.totals,
+    )
+
+
+def _count(
+    session: Session,
+    books: DatasetRow,
+    organisation_id: str,
+    costs: Sequence[Cost],
+    sign: int,
+) -> None:
+    """Adds a charge to the sums of the books and of the organisation, or takes it back."""
+    if not costs:
+        return
+    books.totals = _moved_totals(books.totals, costs, sign)
+    row = session.get(OrganisationTotalsRow, (books.id, organisation_id), populate_existing=True)
+    if row is None:
+        row = OrganisationTotalsRow(
+            dataset_id=books.id,
+            organisation_id=organisation_id,
+            totals=[[0, 0, 0] for _ in costs],
         )
-    return tuple(t.state(f) for t, f in zip(totals, filters, strict=True))
+        session.add(row)
+    row.totals = _moved_totals(row.totals, costs, sign)
+
+
+def _moved_totals(
+    totals: Sequence[Sequence[int]], costs: Sequence[Cost], sign: int
+) -> list[list[int]]:
+    moved = []
+    for sums, cost in zip(totals, costs, strict=True):
+        total = FilterTotal(*sums)
+        total.add(cost, sign)
+        moved.append([total.epsilon_units, total.delta_units, total.infinite])
+    return moved
 
 
 def costs_json(filters: Sequence[Filter], costs: Sequence[Cost]) -> list[dict[str, object]]:
@@ -259,7 +386,10 @@ def remaining_json(current: Sequence[FilterState]) -> list[dict[str, object]]:
     ]
 
 
-def _exhausted(current: Sequence[FilterState], costs: Sequence[Cost]) -> BudgetExhausted:
+def _exhausted(
+    current: Sequence[FilterState], costs: Sequence[Cost], *, scope: str
+) -> BudgetExhausted:
+    """The refusal; ``scope`` is ``dataset`` or, for an organisation's cap, ``organisation``."""
     blocking: list[dict[str, object]] = []
     for s, c in zip(current, costs, strict=True):
         f = s.filter
@@ -285,9 +415,11 @@ def _exhausted(current: Sequence[FilterState], costs: Sequence[Cost]) -> BudgetE
         else f"epsilon {r['epsilon']:g} at Renyi order {r['order']}"
         for r in remaining
     ]
+    whose = "the budget" if scope == "dataset" else "your organisation's share of the budget"
     return BudgetExhausted(
-        f"No filter of the budget admits this charge. What remains: {'; '.join(parts)}.",
+        f"No filter of {whose} admits this charge. What remains: {'; '.join(parts)}.",
         extra={
+            "scope": scope,
             "requested": costs_json([s.filter for s in current], costs),
             "remaining": remaining,
             "blocking": blocking,
@@ -361,7 +493,7 @@ def reserve(
         InvalidMechanism: the mechanism may not be charged for.
         ValueError: the arguments contradict each other (a caller's mistake, not a client's).
     """
-    dataset = _lock_dataset(session, dataset_id)
+    books = lock_books(session, dataset_id)
     existing = existing_job(
         session,
         organisation_id=organisation_id,
@@ -370,48 +502,187 @@ def reserve(
         body_hash=body_hash,
     )
     if existing is not None:
-        return Reservation(existing.id, existing.entry_id, created=False)
+        return Reservation(existing.id, existing.entry_id, created=False, state=existing.state)
+    entry = _admit(
+        session,
+        books,
+        dataset_id=dataset_id,
+        organisation_id=organisation_id,
+        body_hash=body_hash,
+        kind=kind,
+        mechanism=mechanism,
+        costs=costs,
+        snapshot_id=snapshot_id,
+        parent_entry_id=parent_entry_id,
+        job_ids=(job_id := _new_id("job"),),
+        now=now,
+    )
+    session.add(
+        _job_row(
+            entry,
+            job_id=job_id,
+            position=None,
+            idempotency_key=idempotency_key,
+            body_hash=body_hash,
+            kind=kind,
+            spec=spec,
+            mechanism=entry.mechanism,
+            post_processing=post_processing,
+            certificate_epsilon=certificate_epsilon,
+            snapshot_id=snapshot_id,
+            progress_total=progress_total,
+            max_attempts=max_attempts,
+            ttl_seconds=ttl_seconds,
+            now=now,
+        )
+    )
+    session.flush()
+    return Reservation(job_id, entry.id, created=True, state=entry.state)
 
-    if progress_total < 0 or max_attempts < 1 or ttl_seconds <= 0:
-        raise ValueError("progress_total, max_attempts and ttl_seconds must be positive")
-    if session.get(BudgetRow, dataset_id) is None:
+
+def plan_mechanism(jobs: Sequence[PlannedJob]) -> Composition:
+    """What a plan is charged for: its jobs' mechanisms, in order, fixed in advance together."""
+    return Composition(tuple(Part(job.mechanism, 1) for job in jobs))
+
+
+def plan_key(idempotency_key: str, position: int) -> str:
+    """The key of a plan's job; the space keeps it apart from every key that a client can send."""
+    return f"{idempotency_key} {position}"
+
+
+def reserve_plan(
+    session: Session,
+    *,
+    dataset_id: str,
+    organisation_id: str,
+    idempotency_key: str,
+    body_hash: str,
+    jobs: Sequence[PlannedJob],
+    costs: tuple[Cost, ...],
+    snapshot_id: str,
+    max_attempts: int,
+    ttl_seconds: float,
+    now: int,
+) -> PlanReservation:
+    """Admits a plan, jobs that are fixed before the first of them starts, as one charge.
+
+    ``costs`` are those of :func:`plan_mechanism`, computed before the transaction: together the
+    jobs cost less than one by one. The other arguments and errors are those of :func:`reserve`.
+    """
+    books = lock_books(session, dataset_id)
+    first = existing_job(
+        session,
+        organisation_id=organisation_id,
+        dataset_id=dataset_id,
+        idempotency_key=plan_key(idempotency_key, 0),
+        body_hash=body_hash,
+    )
+    if first is not None:
+        known = _jobs_of(session, first.entry_id)
+        return PlanReservation(
+            tuple(job.id for job in known),
+            first.entry_id,
+            created=False,
+            state=session.get_one(EntryRow, first.entry_id).state,
+        )
+    if not jobs:
+        raise ValueError("a plan has jobs")
+    job_ids = tuple(_new_id("job") for _ in jobs)
+    entry = _admit(
+        session,
+        books,
+        dataset_id=dataset_id,
+        organisation_id=organisation_id,
+        body_hash=body_hash,
+        kind=PLAN,
+        mechanism=plan_mechanism(jobs),
+        costs=costs,
+        snapshot_id=snapshot_id,
+        parent_entry_id=None,
+        job_ids=job_ids,
+        now=now,
+    )
+    session.add_all(
+        _job_row(
+            entry,
+            job_id=job_id,
+            position=position,
+            idempotency_key=plan_key(idempotency_key, position),
+            body_hash=body_hash,
+            kind=job.kind,
+            spec=job.spec,
+            mechanism=mechanism_to_json(job.mechanism),
+            post_processing=job.post_processing,
+            certificate_epsilon=job.certificate_epsilon,
+            snapshot_id=snapshot_id,
+            progress_total=job.progress_total,
+            max_attempts=max_attempts,
+            ttl_seconds=ttl_seconds,
+            now=now,
+        )
+        for position, (job_id, job) in enumerate(zip(job_ids, jobs, strict=True))
+    )
+    session.flush()
+    return PlanReservation(job_ids, entry.id, created=True, state=entry.state)
+
+
+def _admit(
+    session: Session,
+    books: DatasetRow,
+    *,
+    dataset_id: str,
+    organisation_id: str,
+    body_hash: str,
+    kind: str,
+    mechanism: Mechanism | None,
+    costs: tuple[Cost, ...],
+    snapshot_id: str | None,
+    parent_entry_id: str | None,
+    job_ids: tuple[str, ...],
+    now: int,
+) -> EntryRow:
+    """Checks a request against the locked books, and adds its entry, charges and chain row."""
+    stored = session.get(BudgetRow, books.id, populate_existing=True)
+    if stored is None:
         raise Conflict("no_budget", "the dataset has no budget yet")
+    if bool(costs) != (mechanism is not None) or bool(costs) == (parent_entry_id is not None):
+        raise ValueError("a charge is for a mechanism; post-processing names its parent instead")
     snapshot = None if snapshot_id is None else session.get(SnapshotRow, snapshot_id)
     if snapshot is not None and snapshot.dataset_id != dataset_id:
         snapshot = None
     if snapshot is None and (costs or snapshot_id is not None):
         raise Conflict("no_snapshot", "the dataset has no such snapshot of private records")
-    if costs:
-        if mechanism is None or parent_entry_id is not None:
-            raise ValueError("a charge is for a mechanism, and has no parent")
+    state = "reserved"
+    if mechanism is not None:
         require_chargeable(mechanism)
-        if certificate_epsilon is not None:
-            stated = certificate_epsilon.get("neighboring_relation", NEIGHBORING_RELATION)
-            if stated != NEIGHBORING_RELATION:
-                raise ValueError(f"the ledger charges for {NEIGHBORING_RELATION} only")
-        current = states(session, dataset_id)
+        budget, filters = Budget.from_json(stored.budget), filters_of(session, books.id)
+        current = _states(filters, books.totals)
         _check_costs(current, costs)
         if not admitting(current, costs):
-            raise _exhausted(current, costs)
+            raise _exhausted(current, costs, scope="dataset")
+        capped = _capped(session, books, budget, filters, organisation_id)
+        if capped is not None and not admitting(capped, costs):
+            raise _exhausted(capped, costs, scope="organisation")
+        if budget.needs_approval(filters, costs):
+            state = "awaiting_approval"
     else:
-        if mechanism is not None or parent_entry_id is None:
-            raise ValueError("an entry without a charge is post-processing and names its parent")
         parent = session.get(EntryRow, parent_entry_id)
         if parent is None or parent.dataset_id != dataset_id or parent.state != "released":
             raise Conflict("parent_not_released", "the release to be processed does not exist")
 
-    entry_id, job_id = _new_id("ent"), _new_id("job")
+    entry_id = _new_id("ent")
     mechanism_json = None if mechanism is None else mechanism_to_json(mechanism)
     mechanism_hash = None if mechanism is None else mechanism_digest(mechanism)
     row = append(
         session,
-        dataset,
-        kind="reserved",
+        books,
+        kind=state,
         entry_id=entry_id,
-        state="reserved",
+        state=state,
         now=now,
         data={
-            "job": job_id,
+            "dataset": dataset_id,
+            "jobs": list(job_ids),
             "organisation": organisation_id,
             "entry_kind": kind,
             "parent": parent_entry_id,
@@ -422,58 +693,83 @@ def reserve(
             "costs": [[c.epsilon_units, c.delta_units] for c in costs],
         },
     )
-    session.add(
-        EntryRow(
-            id=entry_id,
-            dataset_id=dataset_id,
-            organisation_id=organisation_id,
-            sequence=row.sequence,
-            kind=kind,
-            state="reserved",
-            parent_entry_id=parent_entry_id,
-            mechanism=mechanism_json,
-            mechanism_digest=mechanism_hash,
-            created_at=now,
-            updated_at=now,
-        )
+    entry = EntryRow(
+        id=entry_id,
+        books_id=books.id,
+        dataset_id=dataset_id,
+        organisation_id=organisation_id,
+        sequence=row.sequence,
+        kind=kind,
+        state=state,
+        parent_entry_id=parent_entry_id,
+        mechanism=mechanism_json,
+        mechanism_digest=mechanism_hash,
+        created_at=now,
+        updated_at=now,
     )
+    session.add(entry)
+    _count(session, books, organisation_id, costs, 1)
     session.flush()
-    for position, cost in enumerate(costs):
-        session.add(
-            ChargeRow(
-                entry_id=entry_id,
-                position=position,
-                epsilon_units=cost.epsilon_units,
-                delta_units=cost.delta_units,
-            )
-        )
-    session.add(
-        JobRow(
-            id=job_id,
-            dataset_id=dataset_id,
-            organisation_id=organisation_id,
+    session.add_all(
+        ChargeRow(
             entry_id=entry_id,
-            snapshot_id=snapshot_id,
-            idempotency_key=idempotency_key,
-            body_hash=body_hash,
-            kind=kind,
-            spec=dict(spec),
-            mechanism=mechanism_json,
-            post_processing=dict(post_processing),
-            certificate_epsilon=None if certificate_epsilon is None else dict(certificate_epsilon),
-            state="reserved",
-            created_at=now,
-            updated_at=now,
-            attempts=0,
-            max_attempts=max_attempts,
-            progress_done=0,
-            progress_total=progress_total,
-            sent_at=now,  # the caller sends right after the commit
-            expires_at=now + _microseconds(ttl_seconds),
+            position=position,
+            epsilon_units=cost.epsilon_units,
+            delta_units=cost.delta_units,
         )
+        for position, cost in enumerate(costs)
     )
-    session.flush()
-    return Reservation(job_id, entry_id, created=True)
+    return entry
+
+
+def _job_row(
+    entry: EntryRow,
+    *,
+    job_id: str,
+    position: int | None,
+    idempotency_key: str,
+    body_hash: str,
+    kind: str,
+    spec: Mapping[str, object],
+    mechanism: JsonObject | None,
+    post_processing: Mapping[str, object],
+    certificate_epsilon: Mapping[str, object] | None,
+    snapshot_id: str | None,
+    progress_total: int,
+    max_attempts: int,
+    ttl_seconds: float,
+    now: int,
+) -> JobRow:
+    if progress_total < 0 or max_attempts < 1 or ttl_seconds <= 0:
+        raise ValueError("progress_total, max_attempts and ttl_seconds must be positive")
+    if certificate_epsilon is not None:
+        stated = certificate_epsilon.get("neighboring_relation", NEIGHBORING_RELATION)
+        if stated != NEIGHBORING_RELATION:
+            raise ValueError(f"the ledger charges for {NEIGHBORING_RELATION} only")
+    return JobRow(
+        id=job_id,
+        dataset_id=entry.dataset_id,
+        organisation_id=entry.organisation_id,
+        entry_id=entry.id,
+        plan_position=position,
+        snapshot_id=snapshot_id,
+        idempotency_key=idempotency_key,
+        body_hash=body_hash,
+        kind=kind,
+        spec=dict(spec),
+        mechanism=mechanism,
+        post_processing=dict(post_processing),
+        certificate_epsilon=None if certificate_epsilon is None else dict(certificate_epsilon),
+        state=entry.state,
+        created_at=now,
+        updated_at=now,
+        attempts=0,
+        max_attempts=max_attempts,
+        progress_done=0,
+        progress_total=progress_total,
+        sent_at=now,  # the caller sends right after the commit
+        expires_at=now + _microseconds(ttl_seconds),
+    )
 
 
 def _check_costs(current: Sequence[FilterState], costs: Sequence[Cost]) -> None:
@@ -515,18 +811,18 @@ def start(
         NotFound: no such job.
         Conflict: ``ledger_inconsistent``: the job's mechanism is not the one that was charged for.
     """
-    dataset, job = _lock_job(session, job_id)
+    books, job = _lock_job(session, job_id)
     token = secrets.token_hex(32)
     lease_expires_at = now + _microseconds(lease_seconds)
     snapshot = None if job.snapshot_id is None else session.get(SnapshotRow, job.snapshot_id)
-    charged = session.get_one(EntryRow, job.entry_id).mechanism_digest
-    if charged != (None if job.mechanism is None else digest(job.mechanism)):
+    entry = session.get_one(EntryRow, job.entry_id, populate_existing=True)
+    if _charged_digest(entry, job) != (None if job.mechanism is None else digest(job.mechanism)):
         # Somebody wrote to the tables. Nothing starts; verify names the row.
         raise Conflict("ledger_inconsistent", "the job's mechanism is not the one charged for")
 
     if job.state == "reserved":
         if job.expires_at <= now:
-            _move(session, dataset, job, "expired", now=now, data={})
+            _end_reserved(session, books, entry, job, now=now)
             return None
         job.attempts = 1
         job.sealed_seed = sealed_seed
@@ -535,7 +831,7 @@ def start(
         job.job_digest = job_digest
         row = _move(
             session,
-            dataset,
+            books,
             job,
             "started",
             now=now,
@@ -552,7 +848,7 @@ def start(
         session.flush()
     elif job.state == "started" and (job.lease_expires_at or 0) <= now:
         if job.job_digest != job_digest or job.attempts >= job.max_attempts:
-            _end_failed(session, dataset, job, FAILURE_CODE, now=now)
+            _end_failed(session, books, job, FAILURE_CODE, now=now)
             return None
         job.attempts += 1
         job.lease_token = token
@@ -560,12 +856,12 @@ def start(
         job.updated_at = now
         append(
             session,
-            dataset,
+            books,
             kind="attempt",
             entry_id=job.entry_id,
-            state="started",
+            state=entry.state,
             now=now,
-            data={"attempt": job.attempts, "job_digest": job_digest},
+            data={"job": job.id, "attempt": job.attempts, "job_digest": job_digest},
         )
         session.flush()
     else:
@@ -573,7 +869,8 @@ def start(
 
     if job.sealed_seed is None or job.started_sequence is None:
         raise RuntimeError("a started job has a seed and a chain row")
-    started_row = session.get_one(ChainRow, (dataset.id, job.started_sequence))
+    started_row = session.get_one(ChainRow, (books.id, job.started_sequence))
+    dataset = session.get_one(DatasetRow, job.dataset_id)
     return Started(
         job_id=job.id,
         entry_id=job.entry_id,
@@ -592,6 +889,13 @@ def start(
         sequence=started_row.sequence,
         hash=started_row.hash,
     )
+
+
+def _charged_digest(entry: EntryRow, job: JobRow) -> str | None:
+    """The digest of what was charged for this job: the entry's mechanism, or its part of a plan."""
+    if job.plan_position is None or entry.mechanism is None:
+        return entry.mechanism_digest
+    return digest(entry.mechanism["parts"][job.plan_position]["mechanism"])
 
 
 def heartbeat(
@@ -645,8 +949,8 @@ def release(
         LeaseLost: the job belongs to another attempt, or ended; nothing is written.
         ValueError: the certificate speaks of another artefact or another started row.
     """
-    dataset, job = _lock_attempt(session, job_id, lease_token)
-    started_row = session.get_one(ChainRow, (dataset.id, job.started_sequence))
+    books, job = _lock_attempt(session, job_id, lease_token)
+    started_row = session.get_one(ChainRow, (books.id, job.started_sequence))
     if certificate.get("artefact") != {"sha256": sha256, "bytes": size}:
         raise ValueError("the certificate is of another artefact")
     if certificate.get("ledger") != {"sequence": started_row.sequence, "hash": started_row.hash}:
@@ -655,7 +959,7 @@ def release(
     session.add(
         ReleaseRow(
             id=release_id,
-            dataset_id=dataset.id,
+            dataset_id=job.dataset_id,
             job_id=job.id,
             entry_id=job.entry_id,
             location=location,
@@ -668,7 +972,7 @@ def release(
     job.progress_done = job.progress_total
     _move(
         session,
-        dataset,
+        books,
         job,
         "released",
         now=now,
@@ -689,21 +993,74 @@ def fail(session: Session, *, job_id: str, lease_token: str, code: str, now: int
     Raises:
         LeaseLost: the job belongs to another attempt, or ended; nothing is written.
     """
-    dataset, job = _lock_attempt(session, job_id, lease_token)
-    _end_failed(session, dataset, job, code, now=now)
+    books, job = _lock_attempt(session, job_id, lease_token)
+    _end_failed(session, books, job, code, now=now)
 
 
 def cancel(session: Session, *, job_id: str, now: int) -> None:
-    """Takes a reservation back.
+    """Takes a charge back before it starts. A plan is cancelled whole, by any of its jobs.
 
     Raises:
         NotFound: no such job.
-        Conflict: ``not_cancellable``: the job started or ended.
+        Conflict: ``not_cancellable``: the entry started or ended.
     """
-    dataset, job = _lock_job(session, job_id)
-    if job.state != "reserved":
+    books, job = _lock_job(session, job_id)
+    entry = session.get_one(EntryRow, job.entry_id, populate_existing=True)
+    if entry.state not in HELD_STATES:
         raise Conflict("not_cancellable", f"the job is {job.state}")
-    _move(session, dataset, job, "cancelled", now=now, data={})
+    _take_back(session, books, entry, "cancelled", now=now)
+
+
+# --------------------------------------------------------------------------------------------------
+# Approval
+# --------------------------------------------------------------------------------------------------
+
+
+def approve(session: Session, *, job_id: str, ttl_seconds: float, now: int) -> tuple[str, ...]:
+    """Lets a waiting entry go ahead, and says which jobs to send after the commit.
+
+    It was admitted when it was asked for and has been charged since, so nothing is checked again.
+
+    Raises:
+        NotFound: no such job.
+        Conflict: ``not_awaiting_approval``.
+    """
+    books, job = _lock_job(session, job_id)
+    entry = _awaiting(session, job)
+    jobs = _jobs_of(session, entry.id)
+    entry.state, entry.updated_at = "reserved", now
+    for each in jobs:
+        each.state, each.updated_at = "reserved", now
+        each.sent_at, each.expires_at = now, now + _microseconds(ttl_seconds)
+    append(
+        session,
+        books,
+        kind="approved",
+        entry_id=entry.id,
+        state="reserved",
+        now=now,
+        data={},
+    )
+    session.flush()
+    return tuple(each.id for each in jobs)
+
+
+def deny(session: Session, *, job_id: str, now: int) -> None:
+    """Refuses a waiting entry; its charge is taken back.
+
+    Raises:
+        NotFound: no such job.
+        Conflict: ``not_awaiting_approval``.
+    """
+    books, job = _lock_job(session, job_id)
+    _take_back(session, books, _awaiting(session, job), "denied", now=now)
+
+
+def _awaiting(session: Session, job: JobRow) -> EntryRow:
+    entry = session.get_one(EntryRow, job.entry_id, populate_existing=True)
+    if entry.state != "awaiting_approval":
+        raise Conflict("not_awaiting_approval", f"the job is {job.state}")
+    return entry
 
 
 # --------------------------------------------------------------------------------------------------
@@ -712,8 +1069,12 @@ def cancel(session: Session, *, job_id: str, now: int) -> None:
 
 
 def expire(session: Session, now: int) -> int:
-    """Takes back the reservations whose time is over, and says how many."""
-    return _end_overdue(session, now, sa.and_(JobRow.state == "reserved", JobRow.expires_at <= now))
+    """Takes back the reservations whose time is over, and says how many jobs ended."""
+    return _end_overdue(session, now, _overdue(now))
+
+
+def _overdue(now: int) -> sa.ColumnElement[bool]:
+    return sa.and_(JobRow.state.in_(HELD_STATES), JobRow.expires_at <= now)
 
 
 def sweep(
@@ -721,7 +1082,8 @@ def sweep(
 ) -> tuple[str, ...]:
     """Ends what is overdue, and says which jobs to send (again) after the commit.
 
-    * A reservation whose time is over expires.
+    * A reservation whose time is over expires. A plan expires whole, unless it started: then a job
+      of it that nobody took in time fails, and the charge stays.
     * A started job whose lease ran out fails if its attempts are used up, else it is sent.
     * A reserved job is sent if it was not sent lately.
 
@@ -732,10 +1094,7 @@ def sweep(
     _end_overdue(
         session,
         now,
-        sa.or_(
-            sa.and_(JobRow.state == "reserved", JobRow.expires_at <= now),
-            sa.and_(lease_over, JobRow.attempts >= JobRow.max_attempts),
-        ),
+        sa.or_(_overdue(now), sa.and_(lease_over, JobRow.attempts >= JobRow.max_attempts)),
     )
     shortest = _microseconds(resend_after_seconds)
     waits_since = sa.case(
@@ -797,23 +1156,37 @@ def take_lease(session: Session, *, name: str, token: str, seconds: float, now: 
 
 def _end_overdue(session: Session, now: int, overdue: sa.ColumnElement[bool]) -> int:
     found = session.execute(
-        sa.select(JobRow.id).where(overdue).order_by(JobRow.dataset_id, JobRow.id)
+        sa.select(JobRow.id)
+        .join(EntryRow, EntryRow.id == JobRow.entry_id)
+        .where(overdue)
+        .order_by(EntryRow.books_id, JobRow.id)
     ).scalars()
     ended = 0
     for job_id in found.all():
-        dataset, job = _lock_job(session, job_id)
+        books, job = _lock_job(session, job_id)
         # Read again under the lock: it may have started, or been renewed, since.
-        if job.state == "reserved" and job.expires_at <= now:
-            _move(session, dataset, job, "expired", now=now, data={})
+        if job.state in HELD_STATES and job.expires_at <= now:
+            entry = session.get_one(EntryRow, job.entry_id, populate_existing=True)
+            _end_reserved(session, books, entry, job, now=now)
             ended += 1
         elif (
             job.state == "started"
             and (job.lease_expires_at or 0) <= now
             and job.attempts >= job.max_attempts
         ):
-            _end_failed(session, dataset, job, FAILURE_CODE, now=now)
+            _end_failed(session, books, job, FAILURE_CODE, now=now)
             ended += 1
     return ended
+
+
+def _end_reserved(
+    session: Session, books: DatasetRow, entry: EntryRow, job: JobRow, *, now: int
+) -> None:
+    """Ends a job that nobody took in time: its charge is taken back, unless its plan started."""
+    if entry.state in HELD_STATES:
+        _take_back(session, books, entry, "expired", now=now)
+    else:
+        _end_failed(session, books, job, FAILURE_CODE, now=now)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -824,21 +1197,27 @@ def _end_overdue(session: Session, now: int, overdue: sa.ColumnElement[bool]) ->
 def entries(
     session: Session, dataset_id: str, *, after_sequence: int = 0, limit: int | None = None
 ) -> list[Entry]:
-    """The dataset's entries in the order of their reservation; ``sequence`` is the cursor."""
-    rows = session.execute(
-        sa.select(EntryRow, JobRow.id, ReleaseRow.id)
-        .join(JobRow, JobRow.entry_id == EntryRow.id)
-        .outerjoin(ReleaseRow, ReleaseRow.entry_id == EntryRow.id)
-        .where(EntryRow.dataset_id == dataset_id, EntryRow.sequence > after_sequence)
+    """The entries of a dataset's books in the order of their reservation.
+
+    ``sequence`` is the cursor.
+    """
+    rows = session.scalars(
+        sa.select(EntryRow)
+        .where(
+            EntryRow.books_id == books_of(session, dataset_id).id,
+            EntryRow.sequence > after_sequence,
+        )
         .order_by(EntryRow.sequence)
         .limit(limit)
     ).all()
-    costs = _costs_of(session, [row[0].id for row in rows])
+    costs = _costs_of(session, [row.id for row in rows])
+    jobs = _by_entry(session, [row.id for row in rows])
     return [
         Entry(
             id=entry.id,
+            dataset_id=entry.dataset_id,
             sequence=entry.sequence,
-            job_id=job_id,
+            job_ids=tuple(job for job, _ in jobs.get(entry.id, ())),
             organisation_id=entry.organisation_id,
             kind=entry.kind,
             state=entry.state,
@@ -846,22 +1225,51 @@ def entries(
             mechanism=entry.mechanism,
             mechanism_digest=entry.mechanism_digest,
             costs=costs.get(entry.id, ()),
-            release_id=release_id,
+            release_ids=tuple(r for _, r in jobs.get(entry.id, ()) if r is not None),
             created_at=entry.created_at,
             updated_at=entry.updated_at,
         )
-        for entry, job_id, release_id in rows
+        for entry in rows
     ]
+
+
+def _by_entry(
+    session: Session, entry_ids: Sequence[str]
+) -> dict[str, list[tuple[str, str | None]]]:
+    """(job, its release or None) by entry, in the plan's order."""
+    found: dict[str, list[tuple[str, str | None]]] = {}
+    for first in range(0, len(entry_ids), 500):  # databases limit the values in one statement
+        for entry_id, job_id, release_id in session.execute(
+            sa.select(JobRow.entry_id, JobRow.id, ReleaseRow.id)
+            .outerjoin(ReleaseRow, ReleaseRow.job_id == JobRow.id)
+            .where(JobRow.entry_id.in_(entry_ids[first : first + 500]))
+            .order_by(JobRow.entry_id, JobRow.plan_position)
+        ):
+            found.setdefault(entry_id, []).append((job_id, release_id))
+    return found
+
+
+def _jobs_of(session: Session, entry_id: str) -> list[JobRow]:
+    """The jobs of an entry in the plan's order, as the database has them now."""
+    return list(
+        session.scalars(
+            sa.select(JobRow)
+            .where(JobRow.entry_id == entry_id)
+            .order_by(JobRow.plan_position)
+            .execution_options(populate_existing=True)
+        )
+    )
 
 
 def chain(
     session: Session, dataset_id: str, *, after_sequence: int = 0, limit: int | None = None
 ) -> list[ChainRow]:
-    """The dataset's chain rows in order; each ``body`` is the text that ``hash`` is of."""
+    """The chain rows of a dataset's books; each ``body`` is the text that ``hash`` is of."""
+    books_id = books_of(session, dataset_id).id
     return list(
         session.scalars(
             sa.select(ChainRow)
-            .where(ChainRow.dataset_id == dataset_id, ChainRow.sequence > after_sequence)
+            .where(ChainRow.dataset_id == books_id, ChainRow.sequence > after_sequence)
             .order_by(ChainRow.sequence)
             .limit(limit)
         )
@@ -886,39 +1294,49 @@ def _costs_of(session: Session, entry_ids: Sequence[str]) -> dict[str, tuple[Cos
 # --------------------------------------------------------------------------------------------------
 
 
-def _lock_dataset(session: Session, dataset_id: str) -> DatasetRow:
-    """The dataset row, locked until the transaction ends and read after the lock was had."""
-    dataset = session.get(DatasetRow, dataset_id, with_for_update=True, populate_existing=True)
-    if dataset is None:
+def lock_books(session: Session, dataset_id: str) -> DatasetRow:
+    """The row of the dataset's books, locked to the transaction's end and read under the lock.
+
+    Raises:
+        NotFound: no such dataset.
+    """
+    books_id = sa.select(DatasetRow.books_id).where(DatasetRow.id == dataset_id).scalar_subquery()
+    books = session.scalar(
+        sa.select(DatasetRow)
+        .where(DatasetRow.id == books_id)
+        .with_for_update()
+        .execution_options(populate_existing=True)
+    )
+    if books is None:
         raise NotFound
-    return dataset
+    return books
 
 
 def _lock_job(session: Session, job_id: str) -> tuple[DatasetRow, JobRow]:
-    """The job and its dataset, both locked, the dataset first."""
+    """The job and its books, both locked, the books first."""
     dataset_id = session.scalar(sa.select(JobRow.dataset_id).where(JobRow.id == job_id))
     if dataset_id is None:
         raise NotFound
-    dataset = _lock_dataset(session, dataset_id)
-    # Heartbeats change the job's row without the dataset's lock, so it needs one of its own.
+    books = lock_books(session, dataset_id)
+    # Heartbeats change the job's row without the lock of the books, so it needs one of its own.
     job = session.get_one(JobRow, job_id, with_for_update=True, populate_existing=True)
-    return dataset, job
+    return books, job
 
 
 def _lock_attempt(session: Session, job_id: str, lease_token: str) -> tuple[DatasetRow, JobRow]:
     try:
-        dataset, job = _lock_job(session, job_id)
+        books, job = _lock_job(session, job_id)
     except NotFound:
         raise LeaseLost("there is no such job") from None
     held = job.lease_token if job.state == "started" else None
     if held is None or not secrets.compare_digest(held, lease_token):
         raise LeaseLost("another attempt holds the job, or it has ended")
-    return dataset, job
+    return books, job
 
 
 def _move(
     session: Session,
-    dataset: DatasetRow,
+    books: DatasetRow,
     job: JobRow,
     state: str,
     *,
@@ -928,20 +1346,54 @@ def _move(
     """Changes the state of a job and its entry, and adds the chain row."""
     with session.no_autoflush:  # the job's new fields are right only together with its new state
         entry = session.get_one(EntryRow, job.entry_id, populate_existing=True)
-    if entry.state != job.state or state not in NEXT_STATES.get(job.state, frozenset()):
-        raise RuntimeError(f"no job goes from {job.state} (entry {entry.state}) to {state}")
-    job.state = entry.state = state
+        # A job of a plan that started may end without a start of its own.
+        unstarted = (job.state, state) == ("reserved", "failed_charged")
+        late = unstarted and entry.state == "started" and entry.kind == PLAN
+        alike = entry.kind == PLAN or entry.state == job.state
+        if not alike or (state not in NEXT_STATES.get(job.state, frozenset()) and not late):
+            raise RuntimeError(f"no job goes from {job.state} (entry {entry.state}) to {state}")
+        if entry.kind == PLAN:
+            others = session.execute(
+                sa.select(JobRow.state).where(JobRow.entry_id == entry.id, JobRow.id != job.id)
+            ).scalars()
+            entry.state = entry_state([state, *others])
+        else:
+            entry.state = state
+    job.state = state
     job.updated_at = entry.updated_at = now
     if state != "started":
         job.sealed_seed = job.lease_token = job.lease_expires_at = None
-    row = append(session, dataset, kind=state, entry_id=entry.id, state=state, now=now, data=data)
+    row = append(
+        session,
+        books,
+        kind=state,
+        entry_id=entry.id,
+        state=entry.state,
+        now=now,
+        data={"job": job.id, **data},
+    )
     session.flush()
     return row
 
 
-def _end_failed(session: Session, dataset: DatasetRow, job: JobRow, code: str, *, now: int) -> None:
+def _take_back(
+    session: Session, books: DatasetRow, entry: EntryRow, state: str, *, now: int
+) -> None:
+    """Ends an entry that never started, with all of its jobs: its charge no longer counts."""
+    if entry.state not in HELD_STATES or state not in NEXT_STATES[entry.state]:
+        raise RuntimeError(f"no entry goes from {entry.state} to {state}")
+    entry.state, entry.updated_at = state, now
+    for job in _jobs_of(session, entry.id):
+        job.state, job.updated_at = state, now
+    costs = _costs_of(session, [entry.id]).get(entry.id, ())
+    _count(session, books, entry.organisation_id, costs, -1)
+    append(session, books, kind=state, entry_id=entry.id, state=state, now=now, data={})
+    session.flush()
+
+
+def _end_failed(session: Session, books: DatasetRow, job: JobRow, code: str, *, now: int) -> None:
     job.problem_code = code
-    _move(session, dataset, job, "failed_charged", now=now, data={})
+    _move(session, books, job, "failed_charged", now=now, data={})
 
 
 def _microseconds(seconds: float) -> int:

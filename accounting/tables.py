@@ -41,8 +41,19 @@ JsonObject = dict[str, Any]
 GENESIS_HASH: Final = "0" * 64
 """The previous hash of a dataset's first chain row, and the head of a chain without rows."""
 
-STATES: Final = ("reserved", "started", "released", "failed_charged", "cancelled", "expired")
-CHARGED_STATES: Final = ("reserved", "started", "released", "failed_charged")
+STATES: Final = (
+    "awaiting_approval",
+    "reserved",
+    "started",
+    "released",
+    "failed_charged",
+    "cancelled",
+    "expired",
+    "denied",
+)
+HELD_STATES: Final = ("awaiting_approval", "reserved")
+"""The states of what never started: its charge counts, and may be taken back."""
+CHARGED_STATES: Final = (*HELD_STATES, "started", "released", "failed_charged")
 """The states whose costs count: only an entry that never started is ever taken back."""
 
 
@@ -65,6 +76,7 @@ class Base(DeclarativeBase):
         bytes: sa.LargeBinary(),
         JsonObject: sa.JSON(none_as_null=True),
         list[str]: sa.JSON(none_as_null=True),
+        list[list[int]]: sa.JSON(none_as_null=True),
     }
 
 
@@ -104,10 +116,20 @@ class KeyRow(Base):
     revoked_at: Mapped[int | None]
 
 
-class DatasetRow(Base):
-    """A dataset's public facts, and the head of its chain.
+def _own_id(context: Any) -> Any:
+    return context.get_current_parameters()["id"]
 
-    This is the row that every writer of the dataset's books locks first.
+
+class DatasetRow(Base):
+    """A dataset's public facts, and the head and sums of its books.
+
+    Datasets of one budget group share one set of books, those of the dataset that ``books_id``
+    names: for most datasets their own. The row of that dataset is the one that every writer of the
+    books locks first; the head and the sums of the others stay unused.
+
+    ``totals`` has, for each filter by position, what its charged entries sum to: ``[epsilon_units,
+    delta_units, entries of infinite cost]``. It changes in the transaction that changes an entry's
+    state, so an admission need not read every entry; :func:`accounting.chain.verify` recomputes it.
     """
 
     __tablename__ = "datasets"
@@ -123,6 +145,10 @@ class DatasetRow(Base):
     created_at: Mapped[int]
     chain_sequence: Mapped[int] = mapped_column(default=0)
     chain_hash: Mapped[str] = mapped_column(_id(), default=GENESIS_HASH)
+    books_id: Mapped[str] = mapped_column(
+        _id(), ForeignKey("datasets.id"), index=True, default=_own_id
+    )
+    totals: Mapped[list[list[int]]] = mapped_column(default=list)
 
 
 class SnapshotRow(Base):
@@ -164,7 +190,7 @@ class GrantRow(Base):
 
 
 class BudgetRow(Base):
-    """A dataset's budget as its owner wrote it: decimals as text, never as floats."""
+    """The budget of a set of books as its owner wrote it: decimals as text, never as floats."""
 
     __tablename__ = "budgets"
 
@@ -193,22 +219,37 @@ class FilterRow(Base):
     delta_per_release_units: Mapped[int]
 
 
-class EntryRow(Base):
-    """One line of a dataset's books: what was charged for, and the state it is in.
+class OrganisationTotalsRow(Base):
+    """What the charged entries of one organisation sum to; see :attr:`DatasetRow.totals`."""
 
-    ``sequence`` is that of its first chain row. An entry without charges is post-processing and
-    names the released entry it was made from in ``parent_entry_id``.
+    __tablename__ = "organisation_totals"
+
+    dataset_id: Mapped[str] = mapped_column(_id(), ForeignKey("datasets.id"), primary_key=True)
+    organisation_id: Mapped[str] = mapped_column(
+        _id(), ForeignKey("organisations.id"), primary_key=True
+    )
+    totals: Mapped[list[list[int]]]
+
+
+class EntryRow(Base):
+    """One line of a set of books: what was charged for, and the state it is in.
+
+    ``books_id`` names the dataset whose books these are, and ``dataset_id`` the one whose records
+    are used. ``sequence`` is that of its first chain row. An entry without charges is
+    post-processing and names the released entry it was made from in ``parent_entry_id``. An entry
+    of the kind ``plan`` has several jobs, and is ``started`` from the first start to the last end.
     """
 
     __tablename__ = "entries"
     __table_args__ = (
         CheckConstraint(_in("state", STATES), name="state"),
         CheckConstraint("sequence >= 1", name="sequence"),
-        UniqueConstraint("dataset_id", "sequence"),
-        Index(None, "dataset_id", "state"),
+        UniqueConstraint("books_id", "sequence"),
+        Index(None, "books_id", "state"),
     )
 
     id: Mapped[str] = mapped_column(_id(), primary_key=True)
+    books_id: Mapped[str] = mapped_column(_id(), ForeignKey("datasets.id"))
     dataset_id: Mapped[str] = mapped_column(_id(), ForeignKey("datasets.id"))
     organisation_id: Mapped[str] = mapped_column(_id(), ForeignKey("organisations.id"))
     sequence: Mapped[int]
@@ -240,7 +281,8 @@ class ChargeRow(Base):
 class JobRow(Base):
     """The work that an entry pays for; the database is its queue of record.
 
-    ``sealed_seed`` and ``lease_token`` exist exactly while the job is started.
+    ``sealed_seed`` and ``lease_token`` exist exactly while the job is started. ``plan_position``
+    is the job's place in its plan, from 0; None for a job of its own.
     """
 
     __tablename__ = "jobs"
@@ -255,6 +297,16 @@ class JobRow(Base):
         CheckConstraint(
             "(lease_token IS NULL) = (lease_expires_at IS NULL)", name="lease_expires_at"
         ),
+        UniqueConstraint("entry_id", "plan_position"),
+        # NULLs are distinct in the constraint above: one job for an entry that is no plan.
+        Index(
+            "uq_jobs_entry_id",
+            "entry_id",
+            unique=True,
+            postgresql_where=sa.text("plan_position IS NULL"),
+            sqlite_where=sa.text("plan_position IS NULL"),
+        ),
+        CheckConstraint("plan_position IS NULL OR plan_position >= 0", name="plan_position"),
         Index(None, "dataset_id"),
         Index(None, "state"),
     )
@@ -262,7 +314,8 @@ class JobRow(Base):
     id: Mapped[str] = mapped_column(_id(), primary_key=True)
     dataset_id: Mapped[str] = mapped_column(_id(), ForeignKey("datasets.id"))
     organisation_id: Mapped[str] = mapped_column(_id(), ForeignKey("organisations.id"))
-    entry_id: Mapped[str] = mapped_column(_id(), ForeignKey("entries.id"), unique=True)
+    entry_id: Mapped[str] = mapped_column(_id(), ForeignKey("entries.id"))
+    plan_position: Mapped[int | None]
     snapshot_id: Mapped[str | None] = mapped_column(_id(), ForeignKey("snapshots.id"))
     idempotency_key: Mapped[str]
     body_hash: Mapped[str] = mapped_column(_id())
@@ -297,7 +350,7 @@ class ReleaseRow(Base):
     id: Mapped[str] = mapped_column(_id(), primary_key=True)
     dataset_id: Mapped[str] = mapped_column(_id(), ForeignKey("datasets.id"), index=True)
     job_id: Mapped[str] = mapped_column(_id(), ForeignKey("jobs.id"), unique=True)
-    entry_id: Mapped[str] = mapped_column(_id(), ForeignKey("entries.id"), unique=True)
+    entry_id: Mapped[str] = mapped_column(_id(), ForeignKey("entries.id"), index=True)
     location: Mapped[str]
     sha256: Mapped[str] = mapped_column(_id())
     bytes: Mapped[int]
@@ -306,7 +359,10 @@ class ReleaseRow(Base):
 
 
 class ChainRow(Base):
-    """One row of a dataset's hash chain: canonical JSON that holds the hash of the row before."""
+    """One row of the hash chain of a set of books: canonical JSON with the hash of the row before.
+
+    ``dataset_id`` is the dataset whose books these are.
+    """
 
     __tablename__ = "chain"
     __table_args__ = (CheckConstraint("sequence >= 1", name="sequence"),)

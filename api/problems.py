@@ -103,11 +103,12 @@ KINDS: Final[tuple[Kind, ...]] = (
         "Choose another name.",
     ),
     Kind(
-        "budget_already_set",
+        "budget_not_raised",
         409,
-        "Budget already set",
-        "A dataset's budget is fixed once and is never raised.",
-        "Sending the budget that was set is answered 200; any other is refused.",
+        "Budget not raised",
+        "A budget is fixed once: it is never raised, and its declared use stays.",
+        "Lower epsilon or delta, or change only the caps of organisations and the threshold for "
+        "approval.",
     ),
     Kind(
         "no_budget",
@@ -122,6 +123,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         "Budget exhausted",
         "No filter of the dataset's family stays within its cap with this charge added. Nothing "
         "was charged.",
+        "`scope` says whether the `dataset`'s budget or your `organisation`'s share of it refused; "
         "`requested`, `remaining` and `blocking` show each filter; `largest_that_fits`, where it "
         "is not null, is a number of outputs that would be admitted now.",
     ),
@@ -151,8 +153,15 @@ KINDS: Final[tuple[Kind, ...]] = (
         409,
         "Not cancellable",
         "Only a job that never started can be cancelled; a started job's charge is never taken "
-        "back.",
+        "back, nor is any part of a plan that started.",
         "Wait for the job to end.",
+    ),
+    Kind(
+        "not_awaiting_approval",
+        409,
+        "Not awaiting approval",
+        "The job needs no approval, or its owner decided already, or it ended.",
+        "See the job's `state`.",
     ),
     Kind(
         "lease_lost",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from typing import cast
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -19,7 +20,14 @@ from accounting.filters import (
     Filter,
     FilterState,
 )
-from accounting.tables import ChargeRow, DatasetRow, EntryRow, JobRow, ReleaseRow
+from accounting.tables import (
+    HELD_STATES,
+    ChargeRow,
+    DatasetRow,
+    EntryRow,
+    JobRow,
+    ReleaseRow,
+)
 from api.deps import rfc3339
 from api.problems import problem_body
 
@@ -80,15 +88,45 @@ def remaining_costs(states: Sequence[FilterState], charge: Sequence[Cost]) -> tu
     return tuple(left)
 
 
-def budget_report(session: Session, dataset_id: str, budget: Budget) -> dict[str, object]:
-    """A budget with what each of its filters has spent and reserved, recomputed from entries."""
+def budget_report(
+    session: Session, dataset_id: str, budget: Budget, caller: str, *, is_owner: bool
+) -> dict[str, object]:
+    """A budget with what each of its filters has spent and reserved.
+
+    The owner sees the caps of all organisations; another organisation sees its own alone, with what
+    remains of it.
+    """
     states = ledger.states(session, dataset_id)
     reserved = _reserved(session, dataset_id, len(states))
-    left = remaining_costs(states, [Cost(0, 0)] * len(states))
+    report = budget.to_json()
+    caps = cast(dict[str, object], report.setdefault("organisation_caps", {}))
+    if not is_owner:
+        report["organisation_caps"] = {name: cap for name, cap in caps.items() if name == caller}
+    report.setdefault("approval_above", None)
+    capped = ledger.organisation_states(session, dataset_id, caller)
     return {
-        **budget.to_json(),
-        "filters": [_filter_report(state, reserved[i], left[i]) for i, state in enumerate(states)],
+        **report,
+        "filters": _filter_reports(states, reserved),
+        "your_share": None
+        if capped is None
+        else [
+            {"order": state.filter.order, "remaining": _amount(left)}
+            for state, left in zip(capped, _left(capped), strict=True)
+        ],
     }
+
+
+def _filter_reports(
+    states: Sequence[FilterState], reserved: Sequence[Cost]
+) -> list[dict[str, object]]:
+    return [
+        _filter_report(state, held, left)
+        for state, held, left in zip(states, reserved, _left(states), strict=True)
+    ]
+
+
+def _left(states: Sequence[FilterState]) -> tuple[Cost, ...]:
+    return remaining_costs(states, [Cost(0, 0)] * len(states))
 
 
 def _filter_report(state: FilterState, reserved: Cost, left: Cost) -> dict[str, object]:
@@ -122,7 +160,10 @@ def _reserved(session: Session, dataset_id: str, filters: int) -> list[Cost]:
     rows = session.execute(
         select(ChargeRow.position, ChargeRow.epsilon_units, ChargeRow.delta_units)
         .join(EntryRow, EntryRow.id == ChargeRow.entry_id)
-        .where(EntryRow.dataset_id == dataset_id, EntryRow.state == "reserved")
+        .where(
+            EntryRow.books_id == ledger.books_of(session, dataset_id).id,
+            EntryRow.state.in_(HELD_STATES),
+        )
     ).all()
     sums = [Cost(0, 0) for _ in range(filters)]
     for position, epsilon_units, delta_units in rows:
@@ -156,6 +197,7 @@ def job_json(session: Session, job: JobRow) -> dict[str, object]:
     return {
         "id": job.id,
         "dataset": job.dataset_id,
+        "plan": None if job.plan_position is None else job.entry_id,
         "state": job.state,
         "created_at": rfc3339(job.created_at),
         "spec": job.spec,
@@ -176,10 +218,11 @@ def entry_json(filters: Sequence[Filter], entry: ledger.Entry) -> dict[str, obje
         "sequence": entry.sequence,
         "kind": entry.kind,
         "state": entry.state,
-        "job": entry.job_id,
+        "dataset": entry.dataset_id,
+        "jobs": list(entry.job_ids),
         "organisation": entry.organisation_id,
         "parent_entry": entry.parent_entry_id,
-        "release": entry.release_id,
+        "releases": list(entry.release_ids),
         "mechanism": entry.mechanism,
         "mechanism_digest": entry.mechanism_digest,
         "charge": charge_json(filters if entry.costs else (), entry.costs),

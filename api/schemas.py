@@ -334,8 +334,12 @@ class UseManySmall(Body):
     kind: Literal["many_small"]
 
 
+class OnlyEpsilon(Body):
+    epsilon: DecimalNumber
+
+
 class BudgetRequest(Body):
-    """A budget is fixed once. Its filters are a published function of what stands here."""
+    """A budget. Its filters are a published function of epsilon, delta and the declared use."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -348,6 +352,15 @@ class BudgetRequest(Body):
     epsilon: DecimalNumber
     delta: DecimalNumber
     use: Annotated[UseFewLarge | UseManySmall, Field(discriminator="kind")]
+    organisation_caps: dict[Identifier, OnlyEpsilon] | None = Field(
+        default=None,
+        max_length=1000,
+        description="The most epsilon for an organisation: that part of every filter is its share.",
+    )
+    approval_above: OnlyEpsilon | None = Field(
+        default=None,
+        description="A job charged more epsilon by basic composition waits for the owner.",
+    )
 
 
 class FilterReport(Answer):
@@ -366,11 +379,21 @@ class FilterReport(Answer):
     remaining: Amount
 
 
+class ShareReport(Answer):
+    """What remains, in one filter, of the share that the caller's organisation has."""
+
+    order: str
+    remaining: Amount
+
+
 class BudgetReport(Answer):
     epsilon: DecimalNumber
     delta: DecimalNumber
     use: JsonObject
+    organisation_caps: JsonObject = Field(description="Other callers than the owner see their own.")
+    approval_above: JsonObject | None
     filters: list[FilterReport]
+    your_share: list[ShareReport] | None = Field(description="null without a cap.")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -497,6 +520,7 @@ class Progress(Answer):
 class Job(Answer):
     id: str
     dataset: str
+    plan: str | None = Field(description="The plan that the job belongs to; its charge is shared.")
     state: Literal[
         "awaiting_approval",
         "reserved",
@@ -539,10 +563,11 @@ class LedgerEntry(Answer):
     sequence: int
     kind: str
     state: str
-    job: str
+    dataset: str
+    jobs: list[str]
     organisation: str
     parent_entry: str | None
-    release: str | None
+    releases: list[str]
     mechanism: JsonObject | None
     mechanism_digest: str | None
     charge: Charge

@@ -7,14 +7,14 @@ written and which no Rényi order admits; so a budget of epsilon 5 admits five c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from accounting import ledger
 from accounting.canonical import digest
-from accounting.filters import Budget, FewLarge, Filter, charge
+from accounting.filters import Budget, Cost, FewLarge, Filter, charge
 from accounting.mechanisms import ApproximateDP, Mechanism
 from accounting.tables import Database, DatasetRow, JobRow, OrganisationRow, SnapshotRow
 
@@ -79,8 +79,21 @@ class Books:
                 )
         return self
 
-    def set_budget(self, epsilon: str = "5", delta: str = "1e-5") -> Books:
-        budget = Budget(Decimal(epsilon), Decimal(delta), FewLarge(5))
+    def set_budget(
+        self,
+        epsilon: str = "5",
+        delta: str = "1e-5",
+        *,
+        approval_above: str | None = None,
+        caps: Mapping[str, str] | None = None,
+    ) -> Books:
+        budget = Budget(
+            Decimal(epsilon),
+            Decimal(delta),
+            FewLarge(5),
+            {name: Decimal(cap) for name, cap in (caps or {}).items()},
+            None if approval_above is None else Decimal(approval_above),
+        )
         with self.database.write() as session:
             self.filters = ledger.set_budget(
                 session, dataset_id=self.dataset_id, budget=budget, now=self.now
@@ -96,9 +109,11 @@ class Books:
         max_attempts: int = 3,
         ttl_seconds: float = 1000,
         progress_total: int = 10,
+        costs: tuple[Cost, ...] | None = None,
     ) -> ledger.Reservation:
         made = dp(mechanism) if isinstance(mechanism, str) else mechanism
-        costs = charge(made, self.filters, epsilon_bound=self.bound)
+        if costs is None:
+            costs = charge(made, self.filters, epsilon_bound=self.bound)
         with self.database.write() as session:
             return ledger.reserve(
                 session,
@@ -115,6 +130,37 @@ class Books:
                 snapshot_id=self.snapshot_id,
                 progress_total=progress_total,
                 max_attempts=max_attempts,
+                ttl_seconds=ttl_seconds,
+                now=self.now,
+            )
+
+    def reserve_plan(
+        self, mechanisms: Sequence[str], *, key: str | None = None, ttl_seconds: float = 1000
+    ) -> ledger.PlanReservation:
+        jobs = [
+            ledger.PlannedJob(
+                kind="denoise",
+                spec={"kind": "denoise", "number": number},
+                mechanism=dp(mechanism),
+                post_processing={"public_model": "glyphs-28"},
+                certificate_epsilon={"lower": 0.9, "upper": 1.0, "delta": 1e-5},
+                progress_total=10,
+            )
+            for number, mechanism in enumerate(mechanisms)
+        ]
+        whole = ledger.plan_mechanism(jobs)
+        costs = charge(whole, self.filters, epsilon_bound=self.bound)
+        with self.database.write() as session:
+            return ledger.reserve_plan(
+                session,
+                dataset_id=self.dataset_id,
+                organisation_id=self.organisation_id,
+                idempotency_key=key or f"plan-{next(self.keys)}",
+                body_hash=digest(list(mechanisms)),
+                jobs=jobs,
+                costs=costs,
+                snapshot_id=self.snapshot_id,
+                max_attempts=3,
                 ttl_seconds=ttl_seconds,
                 now=self.now,
             )
@@ -177,6 +223,14 @@ class Books:
     def cancel(self, job_id: str) -> None:
         with self.database.write() as session:
             ledger.cancel(session, job_id=job_id, now=self.now)
+
+    def approve(self, job_id: str) -> tuple[str, ...]:
+        with self.database.write() as session:
+            return ledger.approve(session, job_id=job_id, ttl_seconds=1000, now=self.now)
+
+    def deny(self, job_id: str) -> None:
+        with self.database.write() as session:
+            ledger.deny(session, job_id=job_id, now=self.now)
 
     def sweep(self, resend: float = 10) -> tuple[str, ...]:
         with self.database.write() as session:

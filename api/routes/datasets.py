@@ -290,7 +290,7 @@ def list_grants(dataset_id: str, service: ServiceDep, caller: PrincipalDep) -> o
     operation_id="set_budget",
     status_code=201,
     response_model=schemas.BudgetReport,
-    responses={200: {"model": schemas.BudgetReport, "description": "This very budget was set."}},
+    responses={200: {"model": schemas.BudgetReport, "description": "The budget was set before."}},
 )
 def set_budget(
     dataset_id: str,
@@ -299,16 +299,25 @@ def set_budget(
     caller: PrincipalDep,
     response: Response,
 ) -> object:
-    """Fixes the dataset's budget, once. The filters follow from it by a published rule."""
+    """Fixes the dataset's budget. The filters follow from it by a published rule.
+
+    Later, epsilon and delta can only be lowered; the caps of organisations and the threshold for
+    approval may change. Datasets of one budget group share one budget.
+    """
     budget = Budget.from_json(body.model_dump())
     with service.database.write() as session:
-        dataset = owned_dataset(session, caller, dataset_id, "owner", lock=True)
-        known = ledger.budget_of(session, dataset.id)
-        if known is not None and known[0] == budget:
+        dataset = owned_dataset(session, caller, dataset_id, "owner")
+        for name in budget.organisation_caps:
+            if session.get(OrganisationRow, name) is None:
+                raise InvalidRequest(f"organisation_caps.{name}", "there is no such organisation")
+        # Of several callers at once, one fixes it; the others find it set.
+        ledger.lock_books(session, dataset.id)
+        if ledger.budget_of(session, dataset.id) is not None:
             response.status_code = 200
-        else:
-            ledger.set_budget(session, dataset_id=dataset.id, budget=budget, now=now())
-        return reports.budget_report(session, dataset.id, budget)
+        ledger.set_budget(session, dataset_id=dataset.id, budget=budget, now=now())
+        return reports.budget_report(
+            session, dataset.id, budget, caller.organisation_id, is_owner=True
+        )
 
 
 @router.get(
@@ -321,4 +330,10 @@ def get_budget(dataset_id: str, service: ServiceDep, caller: PrincipalDep) -> ob
     with service.database.read() as session:
         dataset = visible_dataset(session, caller, dataset_id)
         budget, _ = reports.require_budget(session, dataset)
-        return reports.budget_report(session, dataset.id, budget)
+        return reports.budget_report(
+            session,
+            dataset.id,
+            budget,
+            caller.organisation_id,
+            is_owner=dataset.organisation_id == caller.organisation_id,
+        )

@@ -17,7 +17,7 @@ from accounting import bounds, ledger
 from accounting.bounds import Bracket
 from accounting.canonical import canonical_json
 from accounting.chain import append
-from accounting.filters import EPSILON_UNITS, INFINITE, Filter
+from accounting.filters import EPSILON_UNITS, INFINITE, Budget, Filter, family
 from accounting.mechanisms import Gaussian, Mechanism
 from accounting.tables import (
     GENESIS_HASH,
@@ -29,6 +29,7 @@ from accounting.tables import (
     EntryRow,
     FilterRow,
     JobRow,
+    OrganisationTotalsRow,
     ReleaseRow,
 )
 from tests.books import Books
@@ -335,6 +336,7 @@ def test_an_entry_that_is_not_in_the_chain(filled: Filled) -> None:
         filled,
         sa.insert(EntryRow).values(
             id="ent_smuggled",
+            books_id=filled.dataset_id,
             dataset_id=filled.dataset_id,
             organisation_id=filled.organisation_id,
             sequence=99,
@@ -358,6 +360,18 @@ def test_a_changed_certificate(filled: Filled) -> None:
 
 def test_a_removed_release(filled: Filled) -> None:
     assert spoil(filled, sa.delete(ReleaseRow)).first_bad == 5
+
+
+def test_changed_sums(filled: Filled) -> None:
+    """Sums that are too small would admit what no filter has room for."""
+    totals = [[0, 0, 0] for _ in filled.filters]
+    found = spoil(filled, sa.update(DatasetRow).values(totals=totals))
+    assert "sums of the filters" in str(found.problem)
+
+
+def test_changed_sums_of_an_organisation(filled: Filled) -> None:
+    found = spoil(filled, sa.delete(OrganisationTotalsRow))
+    assert "sums of an organisation" in str(found.problem)
 
 
 def test_a_raised_cap(filled: Filled) -> None:
@@ -400,10 +414,17 @@ def test_a_start_that_was_never_written(filled: Filled) -> None:
     assert first_bad(filled) == 4  # "released", straight from "reserved"
 
 
-def test_a_second_budget(filled: Filled) -> None:
-    budget = json.loads(rows_of(filled)[0].body)
-    rehash(filled, lambda sequence, body: dict(budget) if sequence == 6 else body)
-    assert first_bad(filled) == 6
+def test_a_raised_budget_in_the_chain(filled: Filled) -> None:
+    body = json.loads(rows_of(filled)[0].body)
+    budget = Budget.from_json({**body["data"]["budget"], "epsilon": 7.0})
+    body["data"] = {
+        "budget": budget.to_json(),
+        "filters": [f.to_json() for f in family(budget)],
+    }
+    rehash(filled, lambda sequence, other: dict(body) if sequence == 6 else other)
+    found = filled.verify()
+    assert found.first_bad == 6
+    assert "epsilon" in str(found.problem)
 
 
 def test_an_admission_beyond_every_cap(filled: Filled) -> None:
@@ -447,6 +468,15 @@ def cheapen(books: Filled, position: int, units: int) -> None:
     books.session.execute(
         sa.update(ChargeRow).where(ChargeRow.position == position).values(epsilon_units=units)
     )
+    dataset = books.session.get_one(DatasetRow, books.dataset_id, populate_existing=True)
+    totals = [list(sums) for sums in dataset.totals]
+    totals[position][0] = units
+    dataset.totals = totals
+    own = books.session.get_one(
+        OrganisationTotalsRow, (books.dataset_id, books.organisation_id), populate_existing=True
+    )
+    own.totals = totals
+    books.session.flush()
 
 
 def recorded(books: Filled, position: int) -> int:

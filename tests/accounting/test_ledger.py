@@ -21,10 +21,9 @@ from accounting.errors import (
     LedgerUnavailable,
     NotFound,
 )
-from accounting.filters import INFINITE, Budget, Cost, ManySmall
+from accounting.filters import DELTA_UNITS, INFINITE, Budget, Cost, ManySmall
 from accounting.mechanisms import DPSGD
 from accounting.tables import (
-    CHARGED_STATES,
     ChainRow,
     ChargeRow,
     Database,
@@ -60,16 +59,39 @@ def kinds(books: Books) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_is_set_once(books: Books) -> None:
-    with pytest.raises(Conflict) as refused:
-        books.set_budget("9")
-    assert refused.value.code == "budget_already_set"
+def test_a_budget_is_never_raised(books: Books) -> None:
+    before = books.filters
+    for epsilon, delta in (("9", "1e-5"), ("5", "2e-5"), ("4", "2e-5")):
+        with pytest.raises(Conflict) as refused:
+            books.set_budget(epsilon, delta)
+        assert refused.value.code == "budget_not_raised"
+    books.set_budget("5.0", "0.00001")
     with books.database.read() as session:
         found = ledger.budget_of(session, books.dataset_id)
     assert found is not None
-    assert found[0].epsilon == Decimal(5)
-    assert found[1] == books.filters
+    assert (found[0].epsilon, found[1]) == (Decimal(5), before)
     assert kinds(books) == ["budget"]
+
+
+def test_a_budget_is_tightened(books: Books) -> None:
+    books.release(books.must_start(books.reserve("2").job_id))
+    before = books.filters
+    books.set_budget("3")
+    assert [f.order for f in books.filters] == [f.order for f in before]
+    assert all(f.cap_units <= b.cap_units for f, b in zip(books.filters, before, strict=True))
+    assert [f.delta_units for f in books.filters] == [f.delta_units for f in before]
+    with pytest.raises(BudgetExhausted):
+        books.reserve("1.5")
+    books.reserve("1")
+    books.set_budget("3", "5e-6")
+    assert sum(f.delta_units for f in books.filters) <= 5e-6 * DELTA_UNITS
+    # Below what was spent: nothing more is admitted, and what was admitted stays.
+    books.set_budget("1", "5e-6")
+    with pytest.raises(BudgetExhausted):
+        books.reserve("0.1")
+    assert books.spent() == 3.0
+    assert kinds(books).count("budget") == 4
+    assert books.verify().ok
 
 
 def test_the_budget_survives_as_the_decimals_that_were_written(database: Database) -> None:
@@ -179,30 +201,26 @@ def test_delta_runs_out_too(books: Books) -> None:
 def test_sums_beyond_64_bits_are_exact(books: Books) -> None:
     """One filter may run far past its cap while another one admits."""
     huge = INFINITE - 1
-    with books.database.write() as session:
-        for number in range(1, 5):
-            session.add(
-                EntryRow(
-                    id=f"ent_{number}",
-                    dataset_id=books.dataset_id,
-                    organisation_id=books.organisation_id,
-                    sequence=100 + number,
-                    kind="denoise",
-                    state=CHARGED_STATES[number % len(CHARGED_STATES)],
-                    created_at=1,
-                    updated_at=1,
-                )
-            )
-            session.flush()
-            session.add(
-                ChargeRow(
-                    entry_id=f"ent_{number}", position=0, epsilon_units=huge, delta_units=huge - 1
-                )
-            )
+    costs = (Cost(1, 1), *(Cost(huge, 0) for _ in books.filters[1:]))
+    made = [books.reserve("1", costs=costs) for _ in range(4)]
     with books.database.read() as session:
-        first = ledger.states(session, books.dataset_id)[0]
-    assert (first.epsilon_units, first.delta_units) == (4 * huge, 4 * (huge - 1))
-    assert not first.crossed
+        second = ledger.states(session, books.dataset_id)[1]
+    assert (second.epsilon_units, second.delta_units) == (4 * huge, 0)
+    assert not second.crossed
+    books.cancel(made[0].job_id)
+    with books.database.read() as session:
+        assert ledger.states(session, books.dataset_id)[1].epsilon_units == 3 * huge
+
+
+def test_a_huge_reservation_that_is_cancelled_leaves_every_filter_as_it_was(books: Books) -> None:
+    costs = (Cost(1, 1), *(Cost(INFINITE - 1, 0) for _ in books.filters[1:]))
+    books.must_start(books.reserve("0.3").job_id)
+    with books.database.read() as session:
+        before = ledger.states(session, books.dataset_id)
+    for infinite in (costs, (costs[0], *(Cost(INFINITE, 0) for _ in books.filters[1:]))):
+        books.cancel(books.reserve("1", costs=infinite).job_id)
+        with books.database.read() as session:
+            assert ledger.states(session, books.dataset_id) == before
 
 
 def test_an_infinite_cost_crosses_its_filter_until_it_is_taken_back(books: Books) -> None:
@@ -455,15 +473,6 @@ def test_only_what_never_started_is_taken_back(books: Books, state: str, counts:
     assert verification.ok, verification.problem
 
 
-def test_a_huge_reservation_that_is_cancelled_leaves_every_filter_as_it_was(books: Books) -> None:
-    books.reserve("0.5")
-    with books.database.read() as session:
-        before = ledger.states(session, books.dataset_id)
-    books.cancel(books.reserve("4.5").job_id)
-    with books.database.read() as session:
-        assert ledger.states(session, books.dataset_id) == before
-
-
 def test_start_of_an_overdue_reservation_expires_it(books: Books) -> None:
     reserved = books.reserve("1", ttl_seconds=60)
     books.wait(60)
@@ -540,7 +549,7 @@ def test_release_destroys_the_seed_and_stores_the_certificate(books: Books) -> N
     with books.database.read() as session:
         row = session.get_one(ReleaseRow, release_id)
         assert (row.sha256, row.bytes, row.entry_id) == ("a" * 64, 7, started.entry_id)
-        assert ledger.entries(session, books.dataset_id)[0].release_id == release_id
+        assert ledger.entries(session, books.dataset_id)[0].release_ids == (release_id,)
 
 
 def test_a_certificate_of_something_else_is_not_released(books: Books) -> None:
@@ -718,7 +727,7 @@ def test_a_lock_that_is_not_had_in_time_grants_nothing(books: Books) -> None:
     )
     waiting = dataclasses.replace(books, database=impatient)
     with books.database.write() as session:
-        ledger._lock_dataset(session, books.dataset_id)
+        ledger.lock_books(session, books.dataset_id)
         with pytest.raises(LedgerUnavailable):
             waiting.reserve("1")
     assert count(books, EntryRow) == 0

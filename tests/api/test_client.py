@@ -59,7 +59,7 @@ def test_the_way_of_a_batch(world: World, owner: Client, requester: Client, tmp_
     assert requester.verify_certificate(certificate)["ok"] is True
     assert owner.verify_ledger(dataset)["ok"] is True
     assert len(owner.export_ledger(dataset).splitlines()) >= 4
-    assert owner.ledger(dataset)["entries"][0]["release"] == release
+    assert owner.ledger(dataset)["entries"][0]["releases"] == [release]
     assert owner.budget(dataset)["filters"]
     assert [m["name"] for m in requester.models()] == ["public-8"]
     mechanism = certificate["mechanism"]

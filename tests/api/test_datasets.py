@@ -188,7 +188,18 @@ BUDGET_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"use": {"kind": "many_small", "releases": 3}}, "use.releases"),
     ({"use": {"kind": "other"}}, "use"),
     ({"use": "few_large"}, "use"),
-    ({"organisation_caps": {}}, "organisation_caps"),
+    ({"organisation_caps": []}, "organisation_caps"),
+    (
+        {"organisation_caps": {"org_" + "0" * 32: {"epsilon": 1.0}}},
+        "organisation_caps.org_" + "0" * 32,
+    ),
+    ({"organisation_caps": {"org_x": {"epsilon": 7.0}}}, "organisation_caps.org_x.epsilon"),
+    ({"organisation_caps": {"org_x": {"epsilon": 0}}}, "organisation_caps.org_x.epsilon"),
+    ({"organisation_caps": {"org_x": {}}}, "organisation_caps.org_x.epsilon"),
+    ({"organisation_caps": {"org_x": 1.0}}, "organisation_caps.org_x"),
+    ({"approval_above": {"epsilon": 6.1}}, "approval_above.epsilon"),
+    ({"approval_above": {"epsilon": "nan"}}, "approval_above.epsilon"),
+    ({"approval_above": 3.0}, "approval_above"),
 ]
 
 
@@ -203,7 +214,7 @@ def test_a_wrong_budget_is_refused_by_name(each_world: World) -> None:
     assert_problem(world.owner.get(f"/v1/datasets/{dataset}/budget"), 409, "no_budget")
 
 
-def test_a_budget_is_set_once(each_world: World) -> None:
+def test_a_budget_is_set_once_and_never_raised(each_world: World) -> None:
     world = each_world
     dataset = world.dataset(budget=None, snapshot=False)
     where = f"/v1/datasets/{dataset}/budget"
@@ -214,12 +225,16 @@ def test_a_budget_is_set_once(each_world: World) -> None:
     same = world.owner.put(where, json={**BUDGET, "epsilon": "6.00"})
     assert same.status_code == 200
     assert same.json() == first.json()
-    for change in ({"epsilon": 7.0}, {"epsilon": 5.0}, {"use": {"kind": "many_small"}}):
-        answer = world.owner.put(where, json={**BUDGET, **change})
-        assert_problem(answer, 409, "budget_already_set")
     assert counts(world.database) == before
     assert world.owner.get(where).json() == first.json()
     assert world.requester.get(where).json() == first.json()
+    for change in ({"epsilon": 7.0}, {"delta": 2e-5}, {"use": {"kind": "many_small"}}):
+        answer = world.owner.put(where, json={**BUDGET, **change})
+        assert_problem(answer, 409, "budget_not_raised")
+    assert counts(world.database) == before
+    tightened = world.owner.put(where, json={**BUDGET, "epsilon": 5.0})
+    assert (tightened.status_code, tightened.json()["epsilon"]) == (200, 5.0)
+    assert tightened.json()["filters"][0]["cap"]["epsilon"] == 5.0
 
 
 def test_a_budget_shows_its_filters(world: World) -> None:

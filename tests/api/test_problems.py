@@ -134,7 +134,7 @@ def test_every_code_that_a_client_can_see_has_a_page() -> None:
     }
     for source in [*ROOT.glob("accounting/*.py"), *ROOT.glob("api/**/*.py")]:
         codes |= set(re.findall(r'(?:Conflict|ProblemError)\(\s*"(\w+)"', source.read_text()))
-    assert "budget_already_set" in codes
+    assert "budget_not_raised" in codes
     assert codes <= set(problems.BY_CODE)
 
 

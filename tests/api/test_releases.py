@@ -110,12 +110,12 @@ def test_the_books_show_every_entry(released: tuple[World, str, str, str]) -> No
     world.requester.post(f"/v1/jobs/{second['id']}/cancel")
     third = world.order(dataset, "k3").json()
     body = world.owner.get(where).json()
-    assert [(e["job"], e["state"]) for e in body["entries"]] == [
+    assert [(*e["jobs"], e["state"]) for e in body["entries"]] == [
         (job, "released"),
         (second["id"], "cancelled"),
         (third["id"], "reserved"),
     ]
-    assert body["entries"][0]["release"] == release
+    assert body["entries"][0]["releases"] == [release]
     assert body["entries"][0]["charge"] == third["charge"]
     seen = []
     cursor = None

@@ -168,7 +168,7 @@ def test_a_worker_killed_in_the_middle_of_a_job(service: Service) -> None:
 
         books = answer(parties.owner.get(f"/v1/datasets/{parties.dataset}/ledger"))
         assert [entry["state"] for entry in books["entries"]] == ["released"]
-        assert books["entries"][0]["release"] == job["release"]
+        assert books["entries"][0]["releases"] == [job["release"]]
         assert books["entries"][0]["charge"] == job["charge"]
         check = answer(parties.owner.get(f"/v1/datasets/{parties.dataset}/ledger/verify"))
         assert check["ok"], check

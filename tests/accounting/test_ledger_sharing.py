@@ -1,0 +1,192 @@
+"""Approvals, the caps of organisations, and budget groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from accounting import ledger
+from accounting.errors import BudgetExhausted, Conflict
+from accounting.tables import Database, DatasetRow
+from tests.books import Books
+
+
+@pytest.fixture
+def books(database: Database) -> Books:
+    return Books(database).register()
+
+
+# --------------------------------------------------------------------------------------------------
+# Approval
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_charge_above_the_threshold_waits_and_is_held(books: Books) -> None:
+    books.set_budget(approval_above="2")
+    assert books.reserve("2").state == "reserved"
+    waiting = books.reserve("2.5")
+    assert waiting.state == books.state_of(waiting.job_id) == "awaiting_approval"
+    assert books.spent() == 4.5
+    with pytest.raises(BudgetExhausted):
+        books.reserve("1")
+    books.wait(20)
+    assert waiting.job_id not in books.sweep(), "nobody may start it yet"
+    assert books.start(waiting.job_id) is None
+    assert books.approve(waiting.job_id) == (waiting.job_id,)
+    books.release(books.must_start(waiting.job_id))
+    assert books.verify().ok
+
+
+def test_a_denied_charge_is_taken_back(books: Books) -> None:
+    books.set_budget(approval_above="2")
+    waiting = books.reserve("2.5")
+    books.deny(waiting.job_id)
+    assert books.state_of(waiting.job_id) == "denied"
+    assert books.spent() == 0.0
+    for act in (books.approve, books.deny):
+        with pytest.raises(Conflict) as refused:
+            act(waiting.job_id)
+        assert refused.value.code == "not_awaiting_approval"
+    assert books.start(waiting.job_id) is None
+    assert books.verify().ok
+
+
+def test_what_needs_no_approval_can_be_neither_approved_nor_denied(books: Books) -> None:
+    books.set_budget()
+    reserved = books.reserve("1")
+    for act in (books.approve, books.deny):
+        with pytest.raises(Conflict):
+            act(reserved.job_id)
+    assert books.state_of(reserved.job_id) == "reserved"
+
+
+def test_a_waiting_charge_is_cancelled_or_expires(books: Books) -> None:
+    books.set_budget(approval_above="2")
+    books.cancel(books.reserve("2.5").job_id)
+    late = books.reserve("2.5", ttl_seconds=60)
+    books.wait(61)
+    books.sweep()
+    assert books.state_of(late.job_id) == "expired"
+    assert books.spent() == 0.0
+    assert books.verify().ok
+
+
+def test_an_approval_gives_the_job_its_whole_time(books: Books) -> None:
+    books.set_budget(approval_above="2")
+    waiting = books.reserve("2.5", ttl_seconds=60)
+    books.wait(59)
+    books.approve(waiting.job_id)
+    books.wait(59)
+    books.must_start(waiting.job_id)
+
+
+def test_the_threshold_may_change_and_old_books_still_verify(books: Books) -> None:
+    books.set_budget(approval_above="2")
+    waiting = books.reserve("2.5")
+    books.set_budget(approval_above="1")
+    second = books.reserve("1.5")
+    assert second.state == "awaiting_approval"
+    books.set_budget()
+    assert books.reserve("1").state == "reserved"
+    assert books.state_of(waiting.job_id) == "awaiting_approval"
+    assert books.verify().ok
+
+
+# --------------------------------------------------------------------------------------------------
+# Caps of organisations
+# --------------------------------------------------------------------------------------------------
+
+
+def other_organisation(books: Books) -> Books:
+    """The same dataset, asked by another organisation."""
+    helper = replace(books, organisation_id="org_2", dataset_id="ds_other", snapshot_id="snap_o")
+    helper.register()
+    return replace(books, organisation_id="org_2")
+
+
+def test_an_organisation_fills_its_share_and_no_more(books: Books) -> None:
+    books.set_budget(caps={"org_1": "2"})
+    other = other_organisation(books)
+    books.reserve("1.5")
+    with pytest.raises(BudgetExhausted) as refused:
+        books.reserve("1")
+    assert refused.value.extra["scope"] == "organisation"
+    kept = books.reserve("0.5")
+    # Without a cap of its own, another organisation has what is left of the whole.
+    other.reserve("3")
+    with pytest.raises(BudgetExhausted) as full:
+        other.reserve("0.5")
+    assert full.value.extra["scope"] == "dataset"
+    books.cancel(kept.job_id)
+    books.reserve("0.5")
+    assert books.verify().ok
+
+
+def test_a_cap_counts_what_was_charged_before_it_was_set(books: Books) -> None:
+    books.set_budget()
+    books.reserve("1.5")
+    books.set_budget(caps={"org_1": "2"})
+    with pytest.raises(BudgetExhausted):
+        books.reserve("1")
+    books.set_budget(caps={"org_1": "2.5"})
+    books.reserve("1")
+    with books.database.read() as session:
+        own = ledger.organisation_states(session, books.dataset_id, "org_1")
+        assert ledger.organisation_states(session, books.dataset_id, "org_2") is None
+    assert own is not None
+    assert own[0].epsilon_units == own[0].filter.cap_units == 25 * 10**8
+    assert books.verify().ok
+
+
+def test_caps_stand_below_the_budget(books: Books) -> None:
+    books.set_budget("5", caps={"org_1": "5", "org_2": "5"})
+    other = other_organisation(books)
+    books.reserve("3")
+    with pytest.raises(BudgetExhausted) as refused:
+        other.reserve("3")
+    assert refused.value.extra["scope"] == "dataset"
+
+
+# --------------------------------------------------------------------------------------------------
+# Budget groups
+# --------------------------------------------------------------------------------------------------
+
+
+def member(books: Books, number: int) -> Books:
+    """A second dataset of the same books."""
+    made = replace(books, dataset_id=f"ds_m{number}", snapshot_id=f"snap_m{number}").register()
+    with books.database.write() as session:
+        session.get_one(DatasetRow, made.dataset_id).books_id = books.dataset_id
+    return made
+
+
+def test_datasets_of_one_group_share_one_budget_and_one_chain(books: Books) -> None:
+    second = member(books, 2)
+    second.set_budget()
+    first = replace(books, filters=second.filters)
+    first.reserve("2")
+    started = second.must_start(second.reserve("2").job_id)
+    assert started.dataset_id == second.dataset_id
+    assert first.spent() == second.spent() == 4.0
+    with pytest.raises(BudgetExhausted):
+        first.reserve("2")
+    with pytest.raises(BudgetExhausted):
+        second.reserve("2")
+    second.release(started)
+    assert first.verify() == second.verify()
+    assert first.verify().ok
+    with books.database.read() as session:
+        entries = ledger.entries(session, first.dataset_id)
+        assert entries == ledger.entries(session, second.dataset_id)
+        assert [e.dataset_id for e in entries] == [first.dataset_id, second.dataset_id]
+        head = session.get_one(DatasetRow, second.dataset_id)
+        assert (head.chain_sequence, head.totals) == (0, [])
+
+
+def test_a_snapshot_of_another_member_does_not_count(books: Books) -> None:
+    second = member(books, 2).set_budget()
+    second.snapshot_id = books.snapshot_id
+    with pytest.raises(Conflict) as refused:
+        second.reserve("1")
+    assert refused.value.code == "no_snapshot"
