@@ -1464,7 +1464,7 @@ def epsilon(whole: Composition, delta: float, tolerance: Callable[[float], float
     at = max(bound - 1.5 / slope, 0.0)
     most_lost, loosen, tighten, outside, single = 20.0, 1.0, 1.0, 0.03, whole.heavy
     otherwise: tuple[float, float] | None = None  # a guess, should the one being tried fail
-    for _ in range(8):
+    for turn in range(8):
         width = max(tolerance(at), 1e-6 * min(1.0, 1.0 / slope)) * loosen
         accuracy = min(width * slope * tighten, 0.3)
         share = min(2e-3, max(1e-9, outside * accuracy))
@@ -1511,7 +1511,8 @@ def epsilon(whole: Composition, delta: float, tolerance: Callable[[float], float
             most_lost, outside = plan.lost - math.log(excess) - 1.0, 0.15
         elif loosen > 1.0 or tighten < 0.01:
             break
-        elif not moved:
+        elif not moved or turn > 2:
+            # The guess at what smoothing does was too small: delta may bend sharply here.
             tighten *= max(0.1, min(0.5, 0.6 * tolerance(low) / (high - low)))
         at, slope = new_at, new_slope
     if high == math.inf:

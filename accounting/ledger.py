@@ -578,7 +578,7 @@ def reserve_plan(
         body_hash=body_hash,
     )
     if first is not None:
-        known = _jobs_of(session, first.entry_id)
+        known = jobs_of(session, first.entry_id)
         return PlanReservation(
             tuple(job.id for job in known),
             first.entry_id,
@@ -1027,7 +1027,7 @@ def approve(session: Session, *, job_id: str, ttl_seconds: float, now: int) -> t
     """
     books, job = _lock_job(session, job_id)
     entry = _awaiting(session, job)
-    jobs = _jobs_of(session, entry.id)
+    jobs = jobs_of(session, entry.id)
     entry.state, entry.updated_at = "reserved", now
     for each in jobs:
         each.state, each.updated_at = "reserved", now
@@ -1249,7 +1249,7 @@ def _by_entry(
     return found
 
 
-def _jobs_of(session: Session, entry_id: str) -> list[JobRow]:
+def jobs_of(session: Session, entry_id: str) -> list[JobRow]:
     """The jobs of an entry in the plan's order, as the database has them now."""
     return list(
         session.scalars(
@@ -1383,7 +1383,7 @@ def _take_back(
     if entry.state not in HELD_STATES or state not in NEXT_STATES[entry.state]:
         raise RuntimeError(f"no entry goes from {entry.state} to {state}")
     entry.state, entry.updated_at = state, now
-    for job in _jobs_of(session, entry.id):
+    for job in jobs_of(session, entry.id):
         job.state, job.updated_at = state, now
     costs = _costs_of(session, [entry.id]).get(entry.id, ())
     _count(session, books, entry.organisation_id, costs, -1)

@@ -27,9 +27,10 @@ from sqlalchemy.orm import Session
 
 from accounting import bounds, certificates
 from accounting.bounds import Bracket
+from accounting.chain import PLAN
 from accounting.errors import InvalidRequest, NotFound
 from accounting.mechanisms import Mechanism
-from accounting.tables import Database, DatasetRow, GrantRow, JobRow, ReleaseRow
+from accounting.tables import Database, DatasetRow, EntryRow, GrantRow, JobRow, ReleaseRow
 from api import questions
 from api.auth import Principal
 from api.problems import ProblemError
@@ -285,6 +286,21 @@ def visible_job(session: Session, caller: Principal, job_id: str) -> JobRow:
     """
     row = session.get(JobRow, require_id(job_id))
     if row is None:
+        raise NotFound
+    if row.organisation_id == caller.organisation_id and "requester" in caller.scopes:
+        return row
+    owned_dataset(session, caller, row.dataset_id, "owner")
+    return row
+
+
+def visible_plan(session: Session, caller: Principal, plan_id: str) -> EntryRow:
+    """A plan of the caller's organisation, or one on a dataset it owns.
+
+    Raises:
+        NotFound: no such plan, or not for this key.
+    """
+    row = session.get(EntryRow, require_id(plan_id))
+    if row is None or row.kind != PLAN:
         raise NotFound
     if row.organisation_id == caller.organisation_id and "requester" in caller.scopes:
         return row

@@ -20,6 +20,7 @@ from accounting.filters import (
     Filter,
     FilterState,
 )
+from accounting.statements import OrganisationStatement
 from accounting.tables import (
     HELD_STATES,
     ChargeRow,
@@ -208,6 +209,36 @@ def job_json(session: Session, job: JobRow) -> dict[str, object]:
         "progress": {"done": job.progress_done, "total": job.progress_total},
         "release": release,
         "problem": problem_body("job_failed") if job.state == "failed_charged" else None,
+    }
+
+
+def organisation_json(
+    filters: Sequence[Filter], budget: Budget, statement: OrganisationStatement
+) -> dict[str, object]:
+    """What an organisation spent or holds, in the filters that it did not cross."""
+    cap = budget.organisation_caps.get(statement.organisation_id)
+    costs = [
+        Cost(INFINITE, t.delta_units) if t.infinite else Cost(t.epsilon_units, t.delta_units)
+        for t in statement.totals
+    ]
+    return {
+        "organisation": statement.organisation_id,
+        "entries": statement.entries,
+        "cap": None if cap is None else {"epsilon": float(cap)},
+        "charge": charge_json(filters if costs else (), costs),
+    }
+
+
+def plan_json(session: Session, entry: EntryRow, jobs: Sequence[JobRow]) -> dict[str, object]:
+    """A plan with its jobs, as its requester sees it."""
+    known = ledger.budget_of(session, entry.dataset_id)
+    return {
+        "id": entry.id,
+        "dataset": entry.dataset_id,
+        "state": entry.state,
+        "created_at": rfc3339(entry.created_at),
+        "charge": charge_json(() if known is None else known[1], costs_of_entry(session, entry.id)),
+        "jobs": [job_json(session, job) for job in jobs],
     }
 
 

@@ -202,7 +202,11 @@ class DatasetRequest(Body):
         default=None, description="What a unit of several records is; null if each record is one."
     )
     max_records_per_unit: int = Field(default=1, ge=1, le=1_000_000)
-    budget_group: None = Field(default=None, description="No groups are offered yet.")
+    budget_group: Identifier | None = Field(
+        default=None,
+        description="A dataset of the same organisation that has units in common with this one: "
+        "both then share that one's budget and ledger.",
+    )
     fixed_size_allowed: bool = Field(
         default=False,
         description="Whether fixed-size sampling may be ordered. Its guarantee holds only between "
@@ -503,6 +507,10 @@ class Quote(Answer):
     certificate_epsilon: CertificateEpsilon
     charge: Charge
     admitted: bool
+    needs_approval: bool = Field(description="Ordered now, it would wait for the owner.")
+    further: int | None = Field(
+        description="How many such jobs the budget admits now, one after the other."
+    )
     remaining: Charge = Field(description="What each filter admits now.")
     remaining_after: Charge | None = Field(
         description="What each filter would still admit afterwards; null if it is not admitted."
@@ -542,6 +550,38 @@ class Job(Answer):
     problem: Problem | None
 
 
+class PlanRequest(Body):
+    """Jobs that are fixed together before the first of them starts, and charged as one."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"jobs": [_SPEC_EXAMPLE, _SPEC_EXAMPLE]}]}
+    )
+
+    jobs: list[DenoiseSpec] = Field(min_length=1, max_length=100)
+    dry_run: bool = Field(default=False, description="Answer as a quote; reserve nothing.")
+
+
+class PlanQuote(Answer):
+    mechanism: JsonObject
+    charge: Charge
+    separately: Charge = Field(description="What the same jobs would be charged one by one.")
+    admitted: bool
+    needs_approval: bool
+    remaining: Charge
+    remaining_after: Charge | None
+    expected_seconds: float
+    warnings: list[str]
+
+
+class Plan(Answer):
+    id: str
+    dataset: str
+    state: str = Field(description="`started` from the first start until the last job ended.")
+    created_at: Time
+    charge: Charge
+    jobs: list[Job]
+
+
 class Release(Answer):
     id: str
     dataset: str
@@ -572,6 +612,38 @@ class LedgerEntry(Answer):
     mechanism_digest: str | None
     charge: Charge
     created_at: Time
+
+
+class OrganisationStatement(Answer):
+    """What one organisation's jobs have spent or hold."""
+
+    organisation: str
+    entries: int
+    cap: JsonObject | None
+    charge: Charge
+
+
+class BudgetPoint(Answer):
+    """The part of each filter's cap that was used after an entry; null where it is crossed."""
+
+    sequence: int
+    at: Time
+    used: dict[str, float | None]
+
+
+class Statement(Answer):
+    """A dataset's books summed up, for its owner and auditors."""
+
+    dataset: str
+    guarantee: BudgetReport = Field(
+        description="What the filters hold: all that was computed is private at this budget."
+    )
+    as_if_fixed_in_advance: CertificateEpsilon | None = Field(
+        description="Information only: the bound had all that started been fixed in advance. It "
+        "promises nothing for requests that were chosen after earlier outputs."
+    )
+    organisations: list[OrganisationStatement]
+    over_time: list[BudgetPoint]
 
 
 class LedgerHead(Answer):

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from sqlalchemy import or_, select, tuple_
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from accounting import ledger
-from accounting.errors import Conflict, InvalidRequest
+from accounting.errors import Conflict, InvalidRequest, NotFound
 from accounting.filters import Budget
 from accounting.tables import (
     DatasetRow,
@@ -19,6 +20,7 @@ from accounting.tables import (
     SnapshotRow,
 )
 from api import reports, schemas, uploads
+from api.auth import Principal
 from api.bodies import ServiceRoute
 from api.deps import (
     MAX_PAGE_SIZE,
@@ -69,10 +71,19 @@ def create_dataset(
     )
     try:
         with service.database.write() as session:
+            if body.budget_group is not None:
+                row.books_id = _group(session, caller, body.budget_group).books_id
             session.add(row)
     except IntegrityError:
         raise Conflict("name_taken", "name: the organisation has a dataset of this name") from None
     return _dataset(row)
+
+
+def _group(session: Session, caller: Principal, dataset_id: str) -> DatasetRow:
+    try:
+        return owned_dataset(session, caller, dataset_id, "owner")
+    except NotFound:
+        raise InvalidRequest("budget_group", "is no dataset of this organisation") from None
 
 
 @router.get("/v1/datasets", operation_id="list_datasets", response_model=schemas.Datasets)

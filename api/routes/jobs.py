@@ -18,13 +18,14 @@ from sqlalchemy.orm import Session
 from accounting import bounds, filters, ledger, quotes
 from accounting.canonical import digest
 from accounting.errors import BudgetExhausted, Conflict, InvalidRequest, NotFound
-from accounting.filters import Budget, Filter, FilterState
+from accounting.filters import Budget, Cost, Filter, FilterState
 from accounting.mechanisms import (
     ClassShare,
     DenoisingBlock,
 )
-from accounting.tables import DatasetRow, JobRow, SnapshotRow
+from accounting.tables import DatasetRow, EntryRow, JobRow, SnapshotRow
 from api import reports, schemas
+from api.auth import Principal
 from api.bodies import ServiceRoute
 from api.deps import (
     PrincipalDep,
@@ -32,14 +33,25 @@ from api.deps import (
     ServiceDep,
     granted_dataset,
     now,
+    owned_dataset,
     require_id,
     visible_job,
+    visible_plan,
 )
 from worker.catalogue import list_models
 
 router = APIRouter(route_class=ServiceRoute, tags=["jobs"])
 
 _FIT_STEPS = 10
+IdempotencyKey = Annotated[
+    str,
+    Header(
+        min_length=1,
+        max_length=200,
+        pattern=r"^[\x21-\x7e]+$",
+        description="The same key and body answer the same job for ever.",
+    ),
+]
 
 
 def _plan(
@@ -90,7 +102,7 @@ def create_quote(
     with service.database.read() as session:
         dataset = granted_dataset(session, caller, dataset_id, "quote")
         budget, family = reports.require_budget(session, dataset)
-    return _quote(service, _spec(body), dataset, budget, family)
+    return _quote(service, _spec(body), dataset, budget, family, caller.organisation_id)
 
 
 def _quote(
@@ -99,26 +111,42 @@ def _quote(
     dataset: DatasetRow,
     budget: Budget,
     family: Sequence[Filter],
+    organisation_id: str,
 ) -> dict[str, object]:
     plan = _plan(service, spec, dataset, budget, family)
-    with service.database.read() as session:
-        states = ledger.states(session, dataset.id)
-    admitted = bool(filters.admitting(states, plan.costs))
     return {
         "mechanism": plan.mechanism.to_json(),
         "post_processing": plan.post_processing,
         "certificate_epsilon": plan.certificate_epsilon.to_json(),
-        "charge": reports.charge_json(family, plan.costs),
-        "admitted": admitted,
-        "remaining": reports.charge_json(
-            family, reports.remaining_costs(states, [filters.Cost(0, 0)] * len(states))
-        ),
-        "remaining_after": reports.charge_json(family, reports.remaining_costs(states, plan.costs))
-        if admitted
-        else None,
+        **_standing(service, dataset, organisation_id, plan.costs),
         "drift_ceiling": reports.finite_or_text(plan.drift_ceiling),
         "expected_seconds": plan.expected_seconds,
         "warnings": list(plan.warnings),
+    }
+
+
+def _standing(
+    service: Service, dataset: DatasetRow, organisation_id: str, costs: Sequence[Cost]
+) -> dict[str, object]:
+    """How a charge stands to the books now: what it takes, whether it fits, and what remains."""
+    with service.database.read() as session:
+        budget, family = reports.require_budget(session, dataset)
+        states = ledger.states(session, dataset.id)
+        capped = ledger.organisation_states(session, dataset.id, organisation_id)
+    both = [states] if capped is None else [states, capped]
+    admitted = all(filters.admitting(each, costs) for each in both)
+    counts = [n for each in both if (n := filters.further_releases(each, costs)) is not None]
+    return {
+        "charge": reports.charge_json(family, costs),
+        "admitted": admitted,
+        "needs_approval": budget.needs_approval(family, costs),
+        "further": min(counts, default=None),
+        "remaining": reports.charge_json(
+            family, reports.remaining_costs(states, [filters.Cost(0, 0)] * len(states))
+        ),
+        "remaining_after": reports.charge_json(family, reports.remaining_costs(states, costs))
+        if admitted
+        else None,
     }
 
 
@@ -148,15 +176,7 @@ def create_job(
     response: Response,
     service: ServiceDep,
     caller: PrincipalDep,
-    idempotency_key: Annotated[
-        str,
-        Header(
-            min_length=1,
-            max_length=200,
-            pattern=r"^[\x21-\x7e]+$",
-            description="The same key and body answer the same job for ever.",
-        ),
-    ],
+    idempotency_key: IdempotencyKey,
 ) -> object:
     """Reserves the charge and queues the job."""
     spec = _spec(body)
@@ -181,7 +201,7 @@ def create_job(
         snapshot_id = _newest_snapshot(session, dataset_id)
     if body.dry_run:
         response.status_code = 200
-        return _quote(service, spec, dataset, budget, family)
+        return _quote(service, spec, dataset, budget, family, caller.organisation_id)
     # Slow: it may run the accountant. The budget and the facts are fixed, so nothing it reads can
     # change before the transaction below.
     plan = _plan(service, spec, dataset, budget, family)
@@ -211,13 +231,16 @@ def create_job(
     except BudgetExhausted as error:
         with service.database.read() as session:
             states = ledger.states(session, dataset_id)
+            capped = ledger.organisation_states(session, dataset_id, caller.organisation_id)
         error.extra["largest_that_fits"] = (
             None
             if spec.get("preset", "auto") == "auto"
-            else _largest_that_fits(plan.mechanism, states, dataset.facts)
+            else _largest_that_fits(
+                plan.mechanism, [states] if capped is None else [states, capped], dataset.facts
+            )
         )
         raise
-    if made.created:
+    if made.created and made.state == "reserved":
         # The database is the queue of record: a message that is not taken is sent again.
         service.send(made.job_id)
     return _accepted(response, answer)
@@ -241,9 +264,11 @@ def _newest_snapshot(session: Session, dataset_id: str) -> str:
 
 
 def _largest_that_fits(
-    mechanism: DenoisingBlock, states: Sequence[FilterState], facts: Mapping[str, Any]
+    mechanism: DenoisingBlock, limits: Sequence[Sequence[FilterState]], facts: Mapping[str, Any]
 ) -> dict[str, object] | None:
     """Numbers of outputs, in the request's proportions, that would surely be admitted now.
+
+    ``limits`` are the dataset's filters and, where it has a cap, the organisation's part of them.
 
     The costs come from the Rényi bound alone, which is cheap and never too small, so somewhat more
     may fit than what is found here. None where not even one output of each class does.
@@ -251,12 +276,13 @@ def _largest_that_fits(
     The ``auto`` preset is not asked: with fewer outputs it would choose a longer block, at the same
     cost.
     """
-    family = [state.filter for state in states]
+    family = [state.filter for state in limits[0]]
 
     def fits(scale: float) -> DenoisingBlock | None:
         smaller = _scaled(mechanism, scale)
         costs = filters.charge(smaller, family, epsilon_bound=bounds.renyi)
-        return smaller if filters.admitting(states, costs) else None
+        fitting = all(filters.admitting(states, costs) for states in limits)
+        return smaller if fitting else None
 
     best = fits(0.0)
     if best is None:
@@ -305,3 +331,168 @@ def cancel_job(job_id: str, service: ServiceDep, caller: PrincipalDep) -> object
         ledger.cancel(session, job_id=job.id, now=now())
         session.refresh(job)
         return reports.job_json(session, job)
+
+
+@router.post("/v1/jobs/{job_id}/approve", operation_id="approve_job", response_model=schemas.Job)
+def approve_job(job_id: str, service: ServiceDep, caller: PrincipalDep) -> object:
+    """Lets a job that waits for its owner go ahead; a plan goes ahead whole.
+
+    The decision must rest on public facts, such as those shown here, and never on private data: the
+    guarantee assumes it.
+    """
+    with service.database.write() as session:
+        job = _owned_job(session, caller, job_id)
+        to_send = ledger.approve(
+            session,
+            job_id=job.id,
+            ttl_seconds=service.settings.reservation_seconds,
+            now=now(),
+        )
+        session.refresh(job)
+        answer = reports.job_json(session, job)
+    for each in to_send:
+        service.send(each)
+    return answer
+
+
+@router.post("/v1/jobs/{job_id}/deny", operation_id="deny_job", response_model=schemas.Job)
+def deny_job(job_id: str, service: ServiceDep, caller: PrincipalDep) -> object:
+    """Refuses a job that waits for its owner; its charge is taken back."""
+    with service.database.write() as session:
+        job = _owned_job(session, caller, job_id)
+        ledger.deny(session, job_id=job.id, now=now())
+        session.refresh(job)
+        return reports.job_json(session, job)
+
+
+def _owned_job(session: Session, caller: Principal, job_id: str) -> JobRow:
+    job = session.get(JobRow, require_id(job_id))
+    if job is None:
+        raise NotFound
+    owned_dataset(session, caller, job.dataset_id, "owner")
+    return job
+
+
+# --------------------------------------------------------------------------------------------------
+# Plans
+# --------------------------------------------------------------------------------------------------
+
+
+@router.post(
+    "/v1/datasets/{dataset_id}/plans",
+    operation_id="create_plan",
+    status_code=202,
+    response_model=schemas.Plan | schemas.PlanQuote,
+    responses={
+        200: {"model": schemas.PlanQuote, "description": "A dry run: nothing was reserved."},
+        409: {
+            "model": schemas.BudgetProblem,
+            "content": {"application/problem+json": {}},
+            "description": "Over budget, or the dataset has no budget or snapshot yet.",
+        },
+    },
+)
+def create_plan(
+    dataset_id: str,
+    body: schemas.PlanRequest,
+    request: Request,
+    response: Response,
+    service: ServiceDep,
+    caller: PrincipalDep,
+    idempotency_key: IdempotencyKey,
+) -> object:
+    """Reserves several jobs as one charge, which is less than one by one.
+
+    All are fixed here, before the first starts. With the first start the whole plan is charged for
+    good, whatever becomes of its other jobs.
+    """
+    body_hash = digest(request.state.json)
+    with service.database.read() as session:
+        dataset = granted_dataset(session, caller, dataset_id, "request")
+        job = ledger.existing_job(
+            session,
+            organisation_id=caller.organisation_id,
+            dataset_id=dataset_id,
+            idempotency_key=ledger.plan_key(idempotency_key, 0),
+            body_hash=body_hash,
+        )
+        if job is not None:
+            return _plan_accepted(session, response, job.entry_id)
+        budget, family = reports.require_budget(session, dataset)
+        snapshot_id = _newest_snapshot(session, dataset_id)
+    plans = []
+    for i, spec in enumerate(body.jobs):
+        try:
+            plans.append(_plan(service, _spec(spec), dataset, budget, family))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"jobs[{i}].{error.field}", error.reason) from None
+    jobs = [
+        ledger.PlannedJob(
+            kind=spec.kind,
+            spec=_spec(spec),
+            mechanism=plan.mechanism,
+            post_processing=plan.post_processing,
+            certificate_epsilon=plan.certificate_epsilon.to_json(),
+            progress_total=plan.progress_total,
+        )
+        for spec, plan in zip(body.jobs, plans, strict=True)
+    ]
+    whole = ledger.plan_mechanism(jobs)
+    costs = filters.charge(whole, family, epsilon_bound=service.accountant.epsilon)
+    if body.dry_run:
+        response.status_code = 200
+        standing = _standing(service, dataset, caller.organisation_id, costs)
+        del standing["further"]
+        return {
+            "mechanism": whole.to_json(),
+            **standing,
+            "separately": reports.charge_json(family, _added(plans)),
+            "expected_seconds": sum(plan.expected_seconds for plan in plans),
+            "warnings": sorted({warning for plan in plans for warning in plan.warnings}),
+        }
+    with service.database.write() as session:
+        granted_dataset(session, caller, dataset_id, "request")
+        made = ledger.reserve_plan(
+            session,
+            dataset_id=dataset_id,
+            organisation_id=caller.organisation_id,
+            idempotency_key=idempotency_key,
+            body_hash=body_hash,
+            jobs=jobs,
+            costs=costs,
+            snapshot_id=snapshot_id,
+            max_attempts=service.settings.max_attempts,
+            ttl_seconds=service.settings.reservation_seconds,
+            now=now(),
+        )
+        answer = _plan_accepted(session, response, made.entry_id)
+    if made.created and made.state == "reserved":
+        for job_id in made.job_ids:
+            service.send(job_id)
+    return answer
+
+
+def _added(plans: Sequence[quotes.JobPlan]) -> list[Cost]:
+    sums = []
+    for costs in zip(*(plan.costs for plan in plans), strict=True):
+        infinite = any(filters.INFINITE in (c.epsilon_units, c.delta_units) for c in costs)
+        sums.append(
+            Cost(filters.INFINITE, filters.INFINITE)
+            if infinite
+            else Cost(sum(c.epsilon_units for c in costs), sum(c.delta_units for c in costs))
+        )
+    return sums
+
+
+def _plan_accepted(session: Session, response: Response, entry_id: str) -> dict[str, object]:
+    response.headers["Location"] = f"/v1/plans/{entry_id}"
+    entry = session.get_one(EntryRow, entry_id)
+    return reports.plan_json(session, entry, ledger.jobs_of(session, entry_id))
+
+
+@router.get("/v1/plans/{plan_id}", operation_id="get_plan", response_model=schemas.Plan)
+def get_plan(plan_id: str, service: ServiceDep, caller: PrincipalDep) -> object:
+    """A plan with its jobs, in their order."""
+    with service.database.read() as session:
+        entry = visible_plan(session, caller, plan_id)
+        return reports.plan_json(session, entry, ledger.jobs_of(session, entry.id))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
 
-from accounting import chain, ledger
+from accounting import chain, ledger, statements
+from accounting.errors import UndecidableBound
 from api import reports, schemas
 from api.bodies import ServiceRoute
 from api.deps import (
@@ -20,6 +22,7 @@ from api.deps import (
     decode_cursor,
     encode_cursor,
     owned_dataset,
+    rfc3339,
 )
 
 router = APIRouter(route_class=ServiceRoute, tags=["ledger"])
@@ -41,6 +44,7 @@ def get_ledger(
     after = decode_cursor(cursor, int)
     with service.database.read() as session:
         dataset = owned_dataset(session, caller, dataset_id, "owner", "auditor")
+        books = ledger.books_of(session, dataset.id)
         known = ledger.budget_of(session, dataset.id)
         entries = ledger.entries(
             session,
@@ -52,9 +56,49 @@ def get_ledger(
     family = () if known is None else known[1]
     return {
         "dataset": dataset.id,
-        "head": {"sequence": dataset.chain_sequence, "hash": dataset.chain_hash},
+        "head": {"sequence": books.chain_sequence, "hash": books.chain_hash},
         "entries": [reports.entry_json(family, entry) for entry in page],
         "next_cursor": encode_cursor(page[-1].sequence) if len(entries) > limit else None,
+    }
+
+
+@router.get(
+    "/v1/datasets/{dataset_id}/statement",
+    operation_id="get_statement",
+    response_model=schemas.Statement,
+)
+def get_statement(dataset_id: str, service: ServiceDep, caller: PrincipalDep) -> object:
+    """The books summed up: what the filters hold, who spent it, when, and a bound beside it."""
+    with service.database.read() as session:
+        dataset = owned_dataset(session, caller, dataset_id, "owner", "auditor")
+        budget, family = reports.require_budget(session, dataset)
+        report = reports.budget_report(
+            session, dataset.id, budget, caller.organisation_id, is_owner=True
+        )
+        organisations = statements.by_organisation(session, dataset.id)
+        points = statements.over_time(session, dataset.id, family)
+        together = statements.started_together(session, dataset.id)
+    fixed = None
+    if together is not None:
+        # A bound that no accountant finds in its limits is left out: nothing rests on it.
+        with suppress(UndecidableBound):
+            fixed = service.accountant.epsilon(together, float(budget.delta))
+    return {
+        "dataset": dataset.id,
+        "guarantee": report,
+        "as_if_fixed_in_advance": None if fixed is None else fixed.to_json(),
+        "organisations": [reports.organisation_json(family, budget, o) for o in organisations],
+        "over_time": [
+            {
+                "sequence": point.sequence,
+                "at": rfc3339(point.at),
+                "used": {
+                    f.order: statements.used_share(f, total)
+                    for f, total in zip(family, point.totals, strict=True)
+                },
+            }
+            for point in points
+        ],
     }
 
 
@@ -95,7 +139,8 @@ def verify_ledger(
 def export_ledger(dataset_id: str, service: ServiceDep, caller: PrincipalDep) -> StreamingResponse:
     """The dataset's hash chain as JSON lines, to keep elsewhere and check without the service."""
     with service.database.read() as session:
-        head = owned_dataset(session, caller, dataset_id, "owner", "auditor").chain_sequence
+        dataset = owned_dataset(session, caller, dataset_id, "owner", "auditor")
+        head = ledger.books_of(session, dataset.id).chain_sequence
 
     def lines() -> Iterator[bytes]:
         # Rows are never changed, so batches in transactions of their own make one consistent
