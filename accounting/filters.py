@@ -151,8 +151,8 @@ class Budget:
         _rename("delta", lambda: check_decimal("", small, zero_allowed=False, at_most="1"))
         if small >= 1:
             raise InvalidRequest("delta", "must lie strictly between 0 and 1")
-        (infinite, releases), _ = _shares(self)
-        if infinite // releases < 1:
+        infinite = int(Fraction(small) * DELTA_UNITS * _shares(self)[0] / 100)
+        if infinite // _releases(self) < 1:
             raise InvalidRequest("delta", "is too small to be shared among the declared releases")
         for name, cap in self.organisation_caps.items():
             self._check_within(f"organisation_caps.{name}.epsilon", cap)
@@ -309,19 +309,19 @@ class Filter:
         }
 
 
-def _shares(budget: Budget) -> tuple[tuple[int, int], tuple[int, int]]:
-    """((delta_inf, releases), (share for Gaussian-like, share for subsampled)) in delta units."""
+def _shares(budget: Budget) -> tuple[int, int, int]:
+    return _FEW_LARGE_SHARES if isinstance(budget.use, FewLarge) else _MANY_SMALL_SHARES
+
+
+def _releases(budget: Budget) -> int:
+    """How many computed charges order inf has a delta for."""
     if isinstance(budget.use, FewLarge):
-        percents, releases = _FEW_LARGE_SHARES, budget.use.releases
-    else:
-        # A release that order inf is any good for costs about one nat.
-        percents, releases = _MANY_SMALL_SHARES, max(1, math.floor(budget.epsilon))
-    whole = Fraction(budget.delta) * DELTA_UNITS
-    infinite, gaussian, subsampled = (int(whole * p / 100) for p in percents)
-    return (infinite, releases), (gaussian, subsampled)
+        return budget.use.releases
+    # A release that order inf is any good for costs about a nat.
+    return max(1, math.floor(budget.epsilon))
 
 
-def _cap(budget: Budget, order: str, delta_units: int) -> int:
+def cap_of(budget: Budget, order: str, delta_units: int) -> int:
     """epsilon - conversion(order, share) in units, rounded down; at most 0 if there is no room."""
     if delta_units < 1:
         return 0
@@ -348,11 +348,23 @@ def family(budget: Budget) -> tuple[Filter, ...]:
       below 2.5 or so, the Gaussian order has both shares; and so it has if it is the same order.
     - If no order has a positive cap, order inf has all of delta.
 
-    The shares are those with the largest mean share of what the best single filter in hindsight
-    admits, over eight typical releases and mixes at epsilon from 0.5 to 30 (docs/accounting.md).
+    The shares were chosen by measurement (docs/accounting.md, bench/ledger.py).
     """
-    (infinite, releases), (gaussian_share, subsampled_share) = _shares(budget)
-    caps = {order: _cap(budget, order, subsampled_share) for order in ORDERS}
+    return family_of(budget, _shares(budget))
+
+
+def family_of(budget: Budget, percents: tuple[int, int, int]) -> tuple[Filter, ...]:
+    """:func:`family` with other shares (order inf, Gaussian, subsampled), in percent of delta.
+
+    Raises:
+        ValueError: the shares are negative or sum to more than 100.
+    """
+    if min(percents) < 0 or sum(percents) > 100:
+        raise ValueError("shares must be non-negative and sum to at most 100 percent")
+    whole = Fraction(budget.delta) * DELTA_UNITS
+    infinite, gaussian_share, subsampled_share = (int(whole * p / 100) for p in percents)
+    releases = _releases(budget)
+    caps = {order: cap_of(budget, order, subsampled_share) for order in ORDERS}
     batch = {order: _units(cumulants.renyi_cost(_SUBSAMPLED, float(order))) for order in ORDERS}
     subsampled = max(ORDERS, key=lambda order: Fraction(caps[order], batch[order]))
     finite = {}
@@ -360,18 +372,18 @@ def family(budget: Budget) -> tuple[Filter, ...]:
         finite[subsampled] = subsampled_share
     else:
         gaussian_share += subsampled_share
-    caps = {order: _cap(budget, order, gaussian_share) for order in ORDERS}
+    caps = {order: cap_of(budget, order, gaussian_share) for order in ORDERS}
     gaussian = max(ORDERS, key=lambda order: Fraction(caps[order]) / Fraction(order))
     if caps[gaussian] > 0:
         finite = {gaussian: gaussian_share + finite.get(gaussian, 0)} | {
             order: share for order, share in finite.items() if order != gaussian
         }
     if not finite:
-        infinite = math.floor(Fraction(budget.delta) * DELTA_UNITS)
+        infinite = int(whole)
     epsilon_units = math.floor(Fraction(budget.epsilon) * EPSILON_UNITS)
     return (
         Filter(INFINITE_ORDER, infinite, epsilon_units, infinite // releases),
-        *(Filter(order, share, _cap(budget, order, share), 0) for order, share in finite.items()),
+        *(Filter(order, share, cap_of(budget, order, share), 0) for order, share in finite.items()),
     )
 
 
@@ -398,7 +410,7 @@ def tightened(filters: Sequence[Filter], old: Budget, new: Budget) -> tuple[Filt
         if f.order == INFINITE_ORDER:
             cap = math.floor(Fraction(new.epsilon) * EPSILON_UNITS)
         else:
-            cap = _cap(new, f.order, share)
+            cap = cap_of(new, f.order, share)
         found.append(replace(f, delta_units=share, cap_units=max(0, min(f.cap_units, cap))))
     return tuple(found)
 

@@ -278,7 +278,7 @@ def test_small_releases_get_most_of_what_the_best_order_admits(epsilon: str) -> 
     small = mechanism_from_json({"kind": "gaussian", "noise_multiplier": 500})
     best = max(
         int(
-            filters._cap(b, order, 10**13)
+            filters.cap_of(b, order, 10**13)
             // charge(small, [f], epsilon_bound=never)[0].epsilon_units
         )
         for order in filters.ORDERS
