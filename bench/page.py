@@ -17,9 +17,9 @@ from typing import Final
 PAGE: Final = Path("docs/benchmarks.md")
 _HEAD: Final = """# Benchmarks
 
-Written by the benches themselves (`make bench-accounting`, `make bench-latency`): each replaces its
-own section and leaves the others. Times depend on the machine; ratios of times in one run carry
-over.
+Written by the benches themselves (`make bench-accounting`, `make bench-latency`,
+`make bench-ledger`): each replaces its own sections and leaves the others. Times depend on the
+machine; ratios of times in one run carry over.
 """
 _THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
