@@ -739,6 +739,10 @@ class _Symmetric(_Part):
     def forget(self) -> None:
         pass
 
+    def log_top(self) -> float:
+        """About the log-probability of the largest loss."""
+        raise NotImplementedError
+
     def log_fall(self, k: float) -> float:
         # Numerator and denominator are each other's mirror images.
         return self.log_mgf(k)
@@ -756,6 +760,9 @@ class _TwoPoint(_Symmetric):
 
     def largest(self) -> float:
         return self.epsilon * (1.0 + 4.0 * U)
+
+    def log_top(self) -> float:
+        return -math.log1p(math.exp(-self.epsilon))
 
     def rough(self, tilts: Array) -> Array:
         e = self.epsilon
@@ -790,6 +797,9 @@ class _Laplace(_Symmetric):
 
     def largest(self) -> float:
         return self.rate
+
+    def log_top(self) -> float:
+        return -math.log(2.0)
 
     def rough(self, tilts: Array) -> Array:
         x = self.rate * (1.0 + 2.0 * tilts)
@@ -918,17 +928,24 @@ class Composition:
         return max(0.0, self.large[0] - math.exp(min(epsilon, _FAR)) * self.large_below[1])
 
     def single(self, delta: float) -> tuple[float, float]:
-        """About the epsilon at which single outputs alone make up delta, and the slope there."""
-        low, high = 1e-12, 100.0
+        """About the epsilon at which single outputs alone make up delta, and the slope there.
+
+        Single outputs on top of the bounded losses' largest sum, if these alone make up delta.
+        """
+        low, high, top = 1e-12, 100.0, 0.0
         if self.single_delta(low)[0] <= delta:
             return 0.0, 1.0
+        bounded = [p for p in self.parts if isinstance(p, _Symmetric)]
+        share = delta * math.exp(min(-math.fsum(p.count * p.log_top() for p in bounded), _FAR))
+        if bounded and self.single_delta(low)[0] > share:
+            top, delta = math.fsum(p.count * p.largest() for p in bounded), share
         for _ in range(40):
             middle = math.sqrt(low * high)
             if self.single_delta(middle)[0] > delta:
                 low = middle
             else:
                 high = middle
-        return low, self.single_delta(low)[1]
+        return top + low, self.single_delta(low)[1]
 
     def single_delta(self, epsilon: float) -> tuple[float, float]:
         """About the delta at epsilon that single outputs alone make up, and -d log delta there."""
@@ -948,7 +965,14 @@ class Composition:
             log_share: log of what they may bring to delta.
             sharpness: how fast the probability of a mark rises, in units of mu.
         """
-        for level in epsilon * 0.7 ** np.arange(1.0, 16.0):
+        levels = epsilon * 0.7 ** np.arange(1.0, 16.0)
+        # Where the bounded losses together stop short of epsilon, the others make up the gap.
+        gap = epsilon - math.fsum(
+            p.count * p.largest() for p in self.parts if not isinstance(p, _Sampled)
+        )
+        if 0.0 < gap < levels[-1]:
+            levels = np.append(levels, gap * 0.7 ** np.arange(0.0, 8.0))
+        for level in levels:
             self.check_time()
             labels: list[_Label | None] = []
             log_mgf = 0.5 * self.variance * (self._tilts * self._tilts + self._tilts)
@@ -1502,6 +1526,10 @@ def epsilon(whole: Composition, delta: float, tolerance: Callable[[float], float
             single = False
             new_at = math.sqrt(max(low, 0.01 * high) * high)
             new_slope = contour.slope(new_at)
+            if not new_slope > 0.0:
+                # The sum is lost in rounding there: epsilon lies near the upper end, and what the
+                # sum says of it is mostly the values at other epsilons.
+                new_at, new_slope = high, whole.chernoff_log_delta(high)[1]
             if low < alone < high:
                 otherwise = new_at, new_slope
                 new_at, new_slope = alone, its_slope

@@ -48,6 +48,7 @@ BODIES: dict[tuple[str, str], object] = {
     ("PUT", "/v1/datasets/{dataset_id}/budget"): BUDGET,
     ("POST", "/v1/datasets/{dataset_id}/quotes"): SPEC,
     ("POST", "/v1/datasets/{dataset_id}/jobs"): SPEC,
+    ("POST", "/v1/datasets/{dataset_id}/plans"): {"jobs": [SPEC]},
     ("POST", "/v1/accounting/epsilon"): {
         "mechanism": {"kind": "gaussian", "noise_multiplier": 1.0},
         "delta": 1e-5,
@@ -86,10 +87,10 @@ def call(
 ) -> httpx.Response:
     """The route called with valid ids and a valid body; ids of nothing where none are given."""
     method, path = route
-    for name in ("dataset_id", "job_id", "release_id"):
-        prefix = {"dataset_id": "ds", "job_id": "job", "release_id": "rel"}[name]
+    prefixes = {"dataset_id": "ds", "job_id": "job", "release_id": "rel", "plan_id": "ent"}
+    for name, prefix in prefixes.items():
         path = path.replace("{" + name + "}", ids.get(name, f"{prefix}_{'0' * 32}"))
-    headers = {"Idempotency-Key": "k"} if path.endswith("/jobs") else {}
+    headers = {"Idempotency-Key": "k"} if path.endswith(("/jobs", "/plans")) else {}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     if path.endswith("/snapshots") and method == "POST":
