@@ -192,8 +192,7 @@ def test_a_foreign_object_is_404_exactly_as_an_unknown_one(
 def test_the_documentation_names_every_route() -> None:
     text = (Path(__file__).parent.parent.parent / "docs" / "api.md").read_text()
     for method, path in ROUTES:
-        shown = path.replace("{dataset_id}", "{id}").replace("{job_id}", "{id}")
-        shown = shown.replace("{release_id}", "{id}")
+        shown = re.sub(r"\{(dataset|job|release|plan)_id\}", "{id}", path)
         assert re.search(rf"`{method} {re.escape(shown)}[`?]", text), (method, path)
 
 
