@@ -19,9 +19,10 @@ certificate holds the hash of its ``started`` row, and so does every copy of an 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -64,6 +65,7 @@ from accounting.tables import (
 if TYPE_CHECKING:
     from accounting.bounds import Bracket
 
+_Row = tuple[int, str, str, str]
 EpsilonBound = Callable[[Mechanism, float], "Bracket"]
 
 PLAN: Final = "plan"
@@ -220,6 +222,7 @@ class _Replay:
     """The books, rebuilt from the bodies of the chain."""
 
     epsilon_bound: EpsilonBound | None
+    rigorous_seconds: float | None = None
     budget_json: JsonObject | None = None
     budget_sequence: int = 0
     budget: Budget | None = None
@@ -377,25 +380,43 @@ class _Replay:
         for (f, recorded), now in zip(finite, fresh, strict=True):
             if _below(recorded.epsilon_units, now.epsilon_units):
                 return f"the cost at order {f.order} is below that of its mechanism"
-        if self.epsilon_bound is None:
-            return None
         for f, recorded in zip(self.filters, costs, strict=True):
             if f.order != INFINITE_ORDER or INFINITE in (
                 recorded.epsilon_units,
                 recorded.delta_units,
             ):
                 continue
-            # Delta is rounded to a double upwards, where the true epsilon is no larger.
-            delta = math.nextafter(recorded.delta_units / DELTA_UNITS, math.inf)
-            bracket = self.epsilon_bound(mechanism, delta)
-            if _covers(recorded, bracket.upper):
-                continue
-            if bracket.reason and _covers(recorded, bracket.lower):
-                # Cut short by its limits, the accountant may answer looser than when it charged.
-                self.unconfirmed += 1
-                continue
-            return "the cost by basic composition is below that of its mechanism"
+            verdicts = (self._bounded(mechanism, recorded), self._proven(mechanism, recorded))
+            if False in verdicts:
+                return "the cost by basic composition is below that of its mechanism"
+            self.unconfirmed += None in verdicts
         return None
+
+    def _bounded(self, mechanism: Mechanism, recorded: Cost) -> bool | None:
+        """Whether the accountant confirms a cost by basic composition; None if it is cut short."""
+        if self.epsilon_bound is None:
+            return True
+        # Delta is rounded to a double upwards, where the true epsilon is no larger.
+        delta = math.nextafter(recorded.delta_units / DELTA_UNITS, math.inf)
+        bracket = self.epsilon_bound(mechanism, delta)
+        if _covers(recorded, bracket.upper):
+            return True
+        # Cut short by its limits, the accountant may answer looser than when it charged.
+        return None if bracket.reason and _covers(recorded, bracket.lower) else False
+
+    def _proven(self, mechanism: Mechanism, recorded: Cost) -> bool | None:
+        """Whether ball arithmetic confirms it; None if its time is not enough."""
+        if self.rigorous_seconds is None:
+            return True
+        from accounting import rigorous  # Arb is loaded by those who ask for it
+
+        found = rigorous.confirm(
+            mechanism,
+            math.nextafter(recorded.epsilon_units / EPSILON_UNITS, math.inf),
+            math.nextafter(recorded.delta_units / DELTA_UNITS, math.inf),
+            seconds=self.rigorous_seconds,
+        )
+        return found.confirmed
 
 
 def _states(totals: Sequence[FilterTotal], filters: Sequence[Filter]) -> list[FilterState]:
@@ -428,7 +449,11 @@ def _below(recorded: int, recomputed: int) -> bool:
 
 
 def verify(
-    session: Session, dataset_id: str, *, epsilon_bound: EpsilonBound | None = None
+    session: Session,
+    dataset_id: str,
+    *,
+    epsilon_bound: EpsilonBound | None = None,
+    rigorous_seconds: float | None = None,
 ) -> Verification:
     """Checks the books of a dataset: the chain, the rule along it, its costs, and the tables.
 
@@ -436,8 +461,9 @@ def verify(
     head in the dataset row is the last row; each row may follow the rows before it; each charge was
     admitted by a filter when it was reserved and is no cheaper than its mechanism (Rényi orders
     always; basic composition where ``epsilon_bound`` is given, such as
-    :func:`accounting.bounds.confirming_epsilon`); and the budget, entries, charges, jobs and
-    releases in the tables are those of the chain.
+    :func:`accounting.bounds.confirming_epsilon`; in ball arithmetic too, where
+    ``rigorous_seconds`` allows each distinct charge some time); and the budget, entries, charges,
+    jobs and releases in the tables are those of the chain.
 
     Read through :meth:`accounting.tables.Database.read`, whose snapshot is consistent.
 
@@ -448,19 +474,9 @@ def verify(
     if dataset is None:
         raise NotFound
     books = session.get_one(DatasetRow, dataset.books_id, populate_existing=True)
-    replay = _Replay(epsilon_bound)
-    good, head = 0, GENESIS_HASH
-    try:
-        with session.execute(
-            sa.select(ChainRow.sequence, ChainRow.previous_hash, ChainRow.hash, ChainRow.body)
-            .where(ChainRow.dataset_id == books.id)
-            .order_by(ChainRow.sequence)
-            .execution_options(yield_per=1000)
-        ) as rows:
-            for row in rows:
-                body = _read_body(books.id, row, expected=good + 1, previous=head)
-                _play(replay, body)
-                good, head = row.sequence, row.hash
+    replay = _Replay(epsilon_bound, rigorous_seconds)
+
+    def compare(good: int, head: str) -> None:
         if books.chain_sequence > good:
             raise _Bad("rows are missing at the end", good + 1)
         if books.chain_sequence < good:
@@ -468,6 +484,147 @@ def verify(
         if books.chain_hash != head:
             raise _Bad("the head is not the hash of the last row", max(good, 1))
         _compare_tables(session, books, replay, good)
+
+    with session.execute(
+        sa.select(ChainRow.sequence, ChainRow.previous_hash, ChainRow.hash, ChainRow.body)
+        .where(ChainRow.dataset_id == books.id)
+        .order_by(ChainRow.sequence)
+        .execution_options(yield_per=1000)
+    ) as rows:
+        plain = ((row.sequence, row.previous_hash, row.hash, row.body) for row in rows)
+        return _verified(books.id, plain, replay, compare)
+
+
+@dataclass(frozen=True)
+class ExportCheck:
+    """What :func:`verify_export` found; ``dataset`` is whose books the export says it is."""
+
+    dataset: str | None
+    verification: Verification
+    certificates: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.verification.ok
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "dataset": self.dataset,
+            **self.verification.to_json(),
+            "certificates": self.certificates,
+        }
+
+
+def verify_export(
+    lines: Iterable[str],
+    *,
+    certificates: Sequence[Mapping[str, object]] = (),
+    head: str | None = None,
+    epsilon_bound: EpsilonBound | None = None,
+    rigorous_seconds: float | None = None,
+) -> ExportCheck:
+    """Checks an exported chain without a database.
+
+    The chain and the rule along it are checked as by :func:`verify`; an export has no tables to
+    compare. Rows that are missing at its end show only against what lies outside it.
+
+    Args:
+        lines: JSON lines with ``dataset``, ``sequence``, ``previous_hash``, ``hash`` and ``body``.
+        certificates: each must name its job's ``started`` row and its digest stand in the
+            ``released`` row. Their signatures are checked by
+            :func:`accounting.certificates.verify`.
+        head: a hash noted down earlier, which some row must have.
+    """
+    replay = _Replay(epsilon_bound, rigorous_seconds)
+    hashes: dict[int, str] = {}
+
+    def compare(good: int, _head: str) -> None:
+        if head is not None and head not in hashes.values():
+            raise _Bad("no row has the expected hash: rows are missing at the end", good + 1)
+        for certificate in certificates:
+            _compare_certificate(certificate, hashes, replay, good)
+
+    def rows(parsed: Iterable[tuple[str, _Row]]) -> Iterator[_Row]:
+        for dataset_id, row in parsed:
+            if dataset_id != first[0]:
+                raise _Bad("the row belongs to another dataset")
+            hashes[row[0]] = row[2]
+            yield row
+
+    parsed = _read_lines(lines)
+    try:
+        first = next(parsed)
+    except StopIteration:
+        nothing = Verification(False, 0, 1, "the export has no rows", GENESIS_HASH)
+        return ExportCheck(None, nothing)
+    except _Bad as bad:
+        return ExportCheck(None, Verification(False, 0, 1, bad.problem, GENESIS_HASH))
+    found = _verified(first[0], rows(itertools.chain([first], parsed)), replay, compare)
+    return ExportCheck(first[0], found, len(certificates) if found.ok else 0)
+
+
+_LINE: Final = (
+    ("dataset", str),
+    ("sequence", int),
+    ("previous_hash", str),
+    ("hash", str),
+    ("body", str),
+)
+
+
+def _read_lines(lines: Iterable[str]) -> Iterator[tuple[str, _Row]]:
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            value: Any = json.loads(line)
+            fields = [value[name] for name, _ in _LINE]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise _Bad("the line is no row of a ledger") from None
+        if any(type(f) is not kind for f, (_, kind) in zip(fields, _LINE, strict=True)):
+            raise _Bad("the line is no row of a ledger")
+        dataset_id, *row = fields
+        yield dataset_id, (row[0], row[1], row[2], row[3])
+
+
+def _compare_certificate(
+    certificate: Mapping[str, object], hashes: Mapping[int, str], replay: _Replay, rows: int
+) -> None:
+    """Raises _Bad unless the chain has the certificate's start and, after it, its digest."""
+    place = certificate.get("ledger")
+    sequence = place.get("sequence") if isinstance(place, Mapping) else None
+    if not isinstance(place, Mapping) or not isinstance(sequence, int):
+        raise _Bad("the certificate names no row of a ledger", rows + 1)
+    if sequence > rows:
+        raise _Bad("the certificate's row is missing at the end", rows + 1)
+    if hashes.get(sequence) != place.get("hash"):
+        raise _Bad("the certificate's row has another hash", sequence)
+    for entry in replay.entries.values():
+        for job, started in entry.started.items():
+            if started == sequence:
+                released = entry.released.get(job)
+                if released is None:
+                    raise _Bad("the certificate's job was not released", rows + 1)
+                if released["certificate_digest"] != digest(dict(certificate)):
+                    raise _Bad("the ledger holds another certificate of this job", sequence)
+                return
+    raise _Bad("the certificate's row starts no job", sequence)
+
+
+def _verified(
+    dataset_id: str,
+    rows: Iterable[_Row],
+    replay: _Replay,
+    compare: Callable[[int, str], None],
+) -> Verification:
+    """The check of a chain's rows, and then of what ``compare`` finds beside them."""
+    good, head = 0, GENESIS_HASH
+    try:
+        for row in rows:
+            body = _read_body(dataset_id, row, expected=good + 1, previous=head)
+            _play(replay, body)
+            good, head = row[0], row[2]
+        compare(good, head)
     except _Bad as bad:
         return Verification(
             ok=False,
@@ -487,13 +644,7 @@ def verify(
     )
 
 
-def _read_body(
-    dataset_id: str,
-    row: sa.Row[int, str, str, str],
-    *,
-    expected: int,
-    previous: str,
-) -> JsonObject:
+def _read_body(dataset_id: str, row: _Row, *, expected: int, previous: str) -> JsonObject:
     """The row's body, if the row is the ``expected`` one and follows ``previous``."""
     sequence, previous_hash, row_hash, text = row
     if sequence != expected:

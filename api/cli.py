@@ -142,7 +142,21 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_verify)
 
     command = commands.add_parser("verify-ledger", help="checks a dataset's chain")
-    command.add_argument("dataset", metavar="DATASET", help="the dataset's id")
+    books = command.add_mutually_exclusive_group(required=True)
+    books.add_argument("dataset", metavar="DATASET", nargs="?", help="the dataset's id")
+    books.add_argument("--export", metavar="FILE", help="an exported ledger; needs no database")
+    command.add_argument(
+        "--certificate",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a certificate that must stand in the export; may be repeated",
+    )
+    command.add_argument("--head", help="a hash noted earlier, which the export must hold")
+    command.add_argument("--keys", help="file or address of the signing keys; else the local ones")
+    command.add_argument(
+        "--rigorous", action="store_true", help="prove each distinct charge in ball arithmetic too"
+    )
     command.set_defaults(run=_verify_ledger)
     return parser
 
@@ -375,16 +389,57 @@ def _verify_ledger(arguments: argparse.Namespace, settings: Settings) -> int:
     def epsilon_bound(mechanism: Mechanism, delta: float) -> bounds.Bracket:
         return bounds.confirming_epsilon(mechanism, delta, limits=limits)
 
+    rigorous_seconds = limits.seconds if arguments.rigorous else None
+    if arguments.export is not None:
+        return _verify_export(arguments, settings, epsilon_bound, rigorous_seconds)
+    if arguments.certificate or arguments.head:
+        raise InvalidRequest("--export", "certificates and heads are compared with an export")
     database = Database(settings.effective_database_url)
     try:
         with database.read() as session:
             if session.get(DatasetRow, arguments.dataset) is None:
                 raise NotFound("no such dataset")
-            found = chain.verify(session, arguments.dataset, epsilon_bound=epsilon_bound)
+            found = chain.verify(
+                session,
+                arguments.dataset,
+                epsilon_bound=epsilon_bound,
+                rigorous_seconds=rigorous_seconds,
+            )
     finally:
         database.dispose()
     _print({"dataset": arguments.dataset, **found.to_json()})
     return 0 if found.ok else NOT_OK
+
+
+def _verify_export(
+    arguments: argparse.Namespace,
+    settings: Settings,
+    epsilon_bound: chain.EpsilonBound,
+    rigorous_seconds: float | None,
+) -> int:
+    named = [_read_json(name) for name in arguments.certificate]
+    problems: list[str] = []
+    for name, certificate in zip(arguments.certificate, named, strict=True):
+        if not isinstance(certificate, dict):
+            raise InvalidRequest("--certificate", "a certificate is a JSON object")
+        # Its bound is that of its charge, which is computed again below.
+        signed = certificates.verify(
+            certificate, _keys(arguments.keys, settings), recompute=False, limits=_limits(settings)
+        )
+        problems += [f"{name}: {problem}" for problem in signed.problems]
+    try:
+        with Path(arguments.export).open(encoding="utf-8", errors="surrogateescape") as lines:
+            found = chain.verify_export(
+                lines,
+                certificates=named,
+                head=arguments.head,
+                epsilon_bound=epsilon_bound,
+                rigorous_seconds=rigorous_seconds,
+            )
+    except OSError as error:
+        raise InvalidRequest("--export", f"can't be read: {error.strerror}") from None
+    _print({**found.to_json(), "certificate_problems": problems})
+    return 0 if found.ok and not problems else NOT_OK
 
 
 if __name__ == "__main__":

@@ -240,6 +240,35 @@ def test_certificates_and_books_are_checked_without_the_service(
     assert (status, body["code"]) == (PROBLEM, "not_found")
 
 
+def test_an_exported_ledger_is_verified_without_the_service(
+    capsys: pytest.CaptureFixture[str], world: World, tmp_path: Path
+) -> None:
+    dataset = world.dataset()
+    job = world.order(dataset, "k").json()["id"]
+    release = release_of(world, job)
+    export, certificate, keys = (tmp_path / name for name in ("books.jsonl", "c.json", "k.json"))
+    export.write_text(world.owner.get(f"/v1/datasets/{dataset}/ledger/export").text)
+    certificate.write_text(world.owner.get(f"/v1/releases/{release}/certificate").text)
+    keys.write_text(world.nobody.get("/.well-known/epsilond-keys.json").text)
+    head = json.loads(export.read_text().splitlines()[-1])["hash"]
+    command = ("verify-ledger", "--export", str(export), "--keys", str(keys), "--head", head)
+    status, body = run(capsys, *command, "--certificate", str(certificate), "--rigorous")
+    assert (status, body["ok"], body["certificates"]) == (0, True, 1), body
+    assert (body["dataset"], body["rows"], body["certificate_problems"]) == (dataset, 4, [])
+    lines = export.read_text().splitlines(keepends=True)
+    export.write_text("".join(lines[:2] + lines[3:]))
+    status, body = run(capsys, *command)
+    assert (status, body["ok"], body["first_bad"]) == (NOT_OK, False, 3)
+    export.write_text("".join(lines))
+    certificate.write_text(json.dumps({**json.loads(certificate.read_text()), "dataset": "ds_x"}))
+    status, body = run(capsys, *command, "--certificate", str(certificate))
+    assert (status, body["ok"]) == (NOT_OK, False)
+    assert len(body["certificate_problems"]) == 1
+    for wrong in (("--export", "no such file"), (dataset, "--head", head)):
+        status, body = run(capsys, "verify-ledger", *wrong)
+        assert (status, body["code"]) == (PROBLEM, "invalid_request")
+
+
 @pytest.mark.parametrize("options", [(), ("--without-worker",)], ids=["worker", "alone"])
 def test_serve_runs_until_it_is_told_to_stop(settings: Settings, options: tuple[str, ...]) -> None:
     """As a process of its own, the way it is meant to be run."""
