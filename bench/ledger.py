@@ -6,6 +6,9 @@ Each part writes a section of its own, ``ledger-<part>``, and leaves the others.
 
 *admission*: how many releases the budget rule admits, beside basic composition, other families and
 what no valid rule admits; and the search that the family's shares of delta were chosen by.
+
+*rates*: how fast it reserves and verifies on PostgreSQL, beside hand-written SQL (minutes, and some
+gigabytes of disk for a million entries).
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from accounting.filters import (
     further_releases,
 )
 from accounting.mechanisms import Composition, Mechanism, mechanism_from_json
+from bench.ledger_rates import rate_tables
 from bench.mechanisms import FETA_PRO, dp_sgd, sampled
 from bench.page import PAGE, figure, machine, one_thread, table, target_row, write_section
 
@@ -315,7 +319,10 @@ def admission_tables(step: int = 5) -> str:
     return "\n\n".join(parts)
 
 
-PARTS: Final[dict[str, Callable[[], str]]] = {"admission": admission_tables}
+PARTS: Final[dict[str, Callable[[], str]]] = {
+    "admission": admission_tables,
+    "rates": rate_tables,
+}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
