@@ -149,9 +149,62 @@ def filters_of(session: Session, dataset_id: str) -> tuple[Filter, ...]:
     )
 
 
+def states_of(
+    filters: Sequence[Filter], totals: Sequence[Sequence[int]]
+) -> tuple[FilterState, ...]:
+    """The states of filters by their sums ``[epsilon_units, delta_units, entries of infinite]``."""
+    return tuple(FilterTotal(*sums).state(f) for f, sums in zip(filters, totals, strict=True))
+
+
+def moved_totals(
+    totals: Sequence[Sequence[int]], costs: Sequence[Cost], sign: int
+) -> list[list[int]]:
+    """The sums with a charge added (``sign`` 1) or taken back (-1)."""
+    moved = []
+    for sums, cost in zip(totals, costs, strict=True):
+        total = FilterTotal(*sums)
+        total.add(cost, sign)
+        moved.append([total.epsilon_units, total.delta_units, total.infinite])
+    return moved
+
+
+def row_after(
+    books_id: str,
+    sequence: int,
+    previous: str,
+    *,
+    kind: str,
+    entry_id: str | None,
+    state: str | None,
+    now: int,
+    data: Mapping[str, object],
+) -> dict[str, Any]:
+    """The columns of the row that follows row ``sequence``, whose hash is ``previous``."""
+    body = canonical_json(
+        {
+            "version": 1,
+            "dataset": books_id,
+            "sequence": sequence + 1,
+            "previous": previous,
+            "kind": kind,
+            "entry": entry_id,
+            "state": state,
+            "at": now,
+            "data": dict(data),
+        }
+    )
+    return {
+        "dataset_id": books_id,
+        "sequence": sequence + 1,
+        "previous_hash": previous,
+        "hash": hashlib.sha256(body).hexdigest(),
+        "body": body.decode(),
+    }
+
+
 def append(
     session: Session,
-    dataset: DatasetRow,
+    books: DatasetRow,
     *,
     kind: str,
     entry_id: str | None,
@@ -160,30 +213,21 @@ def append(
     data: Mapping[str, object],
 ) -> ChainRow:
     """Adds a row to the chain of books whose row the caller has locked."""
-    sequence = dataset.chain_sequence + 1
-    body = canonical_json(
-        {
-            "version": 1,
-            "dataset": dataset.id,
-            "sequence": sequence,
-            "previous": dataset.chain_hash,
-            "kind": kind,
-            "entry": entry_id,
-            "state": state,
-            "at": now,
-            "data": dict(data),
-        }
-    )
     row = ChainRow(
-        dataset_id=dataset.id,
-        sequence=sequence,
-        previous_hash=dataset.chain_hash,
-        hash=hashlib.sha256(body).hexdigest(),
-        body=body.decode(),
+        **row_after(
+            books.id,
+            books.chain_sequence,
+            books.chain_hash,
+            kind=kind,
+            entry_id=entry_id,
+            state=state,
+            now=now,
+            data=data,
+        )
     )
     session.add(row)
-    dataset.chain_sequence = sequence
-    dataset.chain_hash = row.hash
+    books.chain_sequence = row.sequence
+    books.chain_hash = row.hash
     return row
 
 
@@ -230,6 +274,7 @@ class _Replay:
     totals: list[FilterTotal] = field(default_factory=list)
     organisations: dict[str, list[FilterTotal]] = field(default_factory=dict)
     entries: dict[str, _Entry] = field(default_factory=dict)
+    mechanisms: dict[str, JsonObject] = field(default_factory=dict)  # by digest, once checked
     costs_checked: dict[tuple[str, tuple[Cost, ...]], str | None] = field(default_factory=dict)
     unconfirmed: int = 0
 
@@ -280,14 +325,17 @@ class _Replay:
                 raise _Bad("the charge has no mechanism, or not one cost a filter")
             if any(not 0 <= u <= INFINITE for c in costs for u in (c.epsilon_units, c.delta_units)):
                 raise _Bad("a cost is out of range")
-            if data["mechanism_digest"] != digest(mechanism):
-                raise _Bad("the mechanism's digest differs")
-            if not admitting(_states(self.totals, self.filters), costs):
+            known = self.mechanisms.get(data["mechanism_digest"])
+            if known is None or known != mechanism:
+                if data["mechanism_digest"] != digest(mechanism):
+                    raise _Bad("the mechanism's digest differs")
+                self.mechanisms[data["mechanism_digest"]] = mechanism
+            if not admitting(states_of(self.filters, _sums(self.totals)), costs):
                 raise _Bad("no filter admitted this charge")
             share = self.budget.share_of(organisation)
             if share is not None:
-                known = self.organisations.get(organisation, [FilterTotal()] * len(self.filters))
-                capped = _states(known, [shared_out(f, share) for f in self.filters])
+                own = self.organisations.get(organisation, [FilterTotal()] * len(self.filters))
+                capped = states_of([shared_out(f, share) for f in self.filters], _sums(own))
                 if not admitting(capped, costs):
                     raise _Bad("the organisation's cap did not admit this charge")
             waits = self.budget.needs_approval(self.filters, costs)
@@ -417,10 +465,6 @@ class _Replay:
             seconds=self.rigorous_seconds,
         )
         return found.confirmed
-
-
-def _states(totals: Sequence[FilterTotal], filters: Sequence[Filter]) -> list[FilterState]:
-    return [t.state(f) for t, f in zip(totals, filters, strict=True)]
 
 
 def _not_asked(_mechanism: Mechanism, _delta: float) -> Bracket:

@@ -49,48 +49,43 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from accounting.admission import MICROSECONDS as MICROSECONDS
+from accounting.admission import PlannedJob as PlannedJob
+from accounting.admission import PlanReservation as PlanReservation
+from accounting.admission import Reservation as Reservation
+from accounting.admission import existing_job as existing_job
+from accounting.admission import microseconds, new_id
+from accounting.admission import plan_key as plan_key
+from accounting.admission import plan_mechanism as plan_mechanism
+from accounting.admission import reserve as reserve
+from accounting.admission import reserve_plan as reserve_plan
 from accounting.canonical import digest
 from accounting.chain import (
     NEXT_STATES,
     PLAN,
-    FilterTotal,
     append,
     entry_state,
     filters_of,
+    moved_totals,
+    states_of,
 )
 from accounting.chain import EpsilonBound as EpsilonBound
 from accounting.chain import Verification as Verification
 from accounting.chain import verify as verify
 from accounting.errors import (
-    BudgetExhausted,
     Conflict,
-    IdempotencyMismatch,
     InvalidRequest,
     LeaseLost,
     NotFound,
 )
 from accounting.filters import (
-    DELTA_UNITS,
-    EPSILON_UNITS,
-    INFINITE,
-    INFINITE_ORDER,
     Budget,
     Cost,
     Filter,
     FilterState,
-    admitting,
     family,
     shared_out,
     tightened,
-)
-from accounting.mechanisms import (
-    NEIGHBORING_RELATION,
-    Composition,
-    Mechanism,
-    Part,
-    mechanism_digest,
-    mechanism_to_json,
-    require_chargeable,
 )
 from accounting.tables import (
     HELD_STATES,
@@ -111,46 +106,9 @@ from accounting.tables import (
 FAILURE_CODE: Final = "job_failed"
 """The one failure code that requesters see: why a job failed may depend on private data."""
 
-MICROSECONDS: Final = 1_000_000
-
 # A job that waits is sent again after as long as it has waited, and at most this many times the
 # shortest interval: with a fixed interval, a long queue would fill with its own reminders.
 _LONGEST_RESEND: Final = 32
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """The job and entry of a request; ``created`` is False where the key was used before.
-
-    ``state`` is that of the job now: only a ``reserved`` one is sent to the workers.
-    """
-
-    job_id: str
-    entry_id: str
-    created: bool
-    state: str = "reserved"
-
-
-@dataclass(frozen=True)
-class PlannedJob:
-    """One job of a plan, as it will be charged and run; the fields are those of :func:`reserve`."""
-
-    kind: str
-    spec: Mapping[str, object]
-    mechanism: Mechanism
-    post_processing: Mapping[str, object]
-    certificate_epsilon: Mapping[str, object]
-    progress_total: int
-
-
-@dataclass(frozen=True)
-class PlanReservation:
-    """The jobs of a plan in their order, and its entry."""
-
-    job_ids: tuple[str, ...]
-    entry_id: str
-    created: bool
-    state: str
 
 
 @dataclass(frozen=True)
@@ -287,7 +245,7 @@ def states(session: Session, dataset_id: str) -> tuple[FilterState, ...]:
     Used for admission only under the lock of the books.
     """
     books = books_of(session, dataset_id)
-    return _states(filters_of(session, books.id), books.totals)
+    return states_of(filters_of(session, books.id), books.totals)
 
 
 def organisation_states(
@@ -296,36 +254,12 @@ def organisation_states(
     """What an organisation has used of its cap, as a part of each filter; None without a cap."""
     books = books_of(session, dataset_id)
     row = session.get(BudgetRow, books.id)
-    if row is None:
-        return None
-    return _capped(
-        session,
-        books,
-        Budget.from_json(row.budget),
-        filters_of(session, books.id),
-        organisation_id,
-    )
-
-
-def _states(filters: Sequence[Filter], totals: Sequence[Sequence[int]]) -> tuple[FilterState, ...]:
-    return tuple(FilterTotal(*sums).state(f) for f, sums in zip(filters, totals, strict=True))
-
-
-def _capped(
-    session: Session,
-    books: DatasetRow,
-    budget: Budget,
-    filters: Sequence[Filter],
-    organisation_id: str,
-) -> tuple[FilterState, ...] | None:
-    share = budget.share_of(organisation_id)
+    share = None if row is None else Budget.from_json(row.budget).share_of(organisation_id)
     if share is None:
         return None
-    row = session.get(OrganisationTotalsRow, (books.id, organisation_id), populate_existing=True)
-    return _states(
-        [shared_out(f, share) for f in filters],
-        [[0, 0, 0]] * len(filters) if row is None else row.totals,
-    )
+    filters = [shared_out(f, share) for f in filters_of(session, books.id)]
+    own = session.get(OrganisationTotalsRow, (books.id, organisation_id), populate_existing=True)
+    return states_of(filters, [[0, 0, 0]] * len(filters) if own is None else own.totals)
 
 
 def _count(
@@ -338,7 +272,7 @@ def _count(
     """Adds a charge to the sums of the books and of the organisation, or takes it back."""
     if not costs:
         return
-    books.totals = _moved_totals(books.totals, costs, sign)
+    books.totals = moved_totals(books.totals, costs, sign)
     row = session.get(OrganisationTotalsRow, (books.id, organisation_id), populate_existing=True)
     if row is None:
         row = OrganisationTotalsRow(
@@ -347,438 +281,7 @@ def _count(
             totals=[[0, 0, 0] for _ in costs],
         )
         session.add(row)
-    row.totals = _moved_totals(row.totals, costs, sign)
-
-
-def _moved_totals(
-    totals: Sequence[Sequence[int]], costs: Sequence[Cost], sign: int
-) -> list[list[int]]:
-    moved = []
-    for sums, cost in zip(totals, costs, strict=True):
-        total = FilterTotal(*sums)
-        total.add(cost, sign)
-        moved.append([total.epsilon_units, total.delta_units, total.infinite])
-    return moved
-
-
-def costs_json(filters: Sequence[Filter], costs: Sequence[Cost]) -> list[dict[str, object]]:
-    """A charge as ``{"order", "epsilon", "delta"}`` by filter, in nats; infinite is "inf"."""
-    return [
-        {"order": f.order, "epsilon": _nats(c.epsilon_units), "delta": _delta(c.delta_units)}
-        for f, c in zip(filters, costs, strict=True)
-    ]
-
-
-def remaining_json(current: Sequence[FilterState]) -> list[dict[str, object]]:
-    """What each filter still admits, in the form of :func:`costs_json`.
-
-    A crossed filter admits nothing, and delta is spent at order inf alone.
-    """
-    return [
-        {
-            "order": s.filter.order,
-            "epsilon": 0.0 if s.crossed else _nats(max(0, s.filter.cap_units - s.epsilon_units)),
-            "delta": 0.0
-            if s.crossed or s.filter.order != INFINITE_ORDER
-            else _delta(max(0, s.filter.delta_units - s.delta_units)),
-        }
-        for s in current
-    ]
-
-
-def _exhausted(
-    current: Sequence[FilterState], costs: Sequence[Cost], *, scope: str
-) -> BudgetExhausted:
-    """The refusal; ``scope`` is ``dataset`` or, for an organisation's cap, ``organisation``."""
-    blocking: list[dict[str, object]] = []
-    for s, c in zip(current, costs, strict=True):
-        f = s.filter
-        basic = f.order == INFINITE_ORDER
-        infinite = s.crossed or INFINITE in (c.epsilon_units, c.delta_units)
-        exceeds = []
-        if infinite or s.epsilon_units + c.epsilon_units > f.cap_units:
-            exceeds.append("epsilon")
-        if basic and (infinite or s.delta_units + c.delta_units > f.delta_units):
-            exceeds.append("delta")
-        blocking.append(
-            {
-                "order": f.order,
-                "epsilon": _nats(f.cap_units),
-                "delta": _delta(f.delta_units) if basic else 0.0,
-                "exceeds": exceeds,
-            }
-        )
-    remaining = remaining_json(current)
-    parts = [
-        f"epsilon {r['epsilon']:g} and delta {r['delta']:g} by basic composition"
-        if r["order"] == INFINITE_ORDER
-        else f"epsilon {r['epsilon']:g} at Renyi order {r['order']}"
-        for r in remaining
-    ]
-    whose = "the budget" if scope == "dataset" else "your organisation's share of the budget"
-    return BudgetExhausted(
-        f"No filter of {whose} admits this charge. What remains: {'; '.join(parts)}.",
-        extra={
-            "scope": scope,
-            "requested": costs_json([s.filter for s in current], costs),
-            "remaining": remaining,
-            "blocking": blocking,
-        },
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# Reserve
-# --------------------------------------------------------------------------------------------------
-
-
-def existing_job(
-    session: Session,
-    *,
-    organisation_id: str,
-    dataset_id: str,
-    idempotency_key: str,
-    body_hash: str,
-) -> JobRow | None:
-    """The job that this key already made, so that a repeated request is answered without work.
-
-    Raises:
-        IdempotencyMismatch: the key was used with another body.
-    """
-    job = session.execute(
-        sa.select(JobRow).where(
-            JobRow.organisation_id == organisation_id,
-            JobRow.dataset_id == dataset_id,
-            JobRow.idempotency_key == idempotency_key,
-        )
-    ).scalar_one_or_none()
-    if job is not None and job.body_hash != body_hash:
-        raise IdempotencyMismatch("this Idempotency-Key was used before with another body")
-    return job
-
-
-def reserve(
-    session: Session,
-    *,
-    dataset_id: str,
-    organisation_id: str,
-    idempotency_key: str,
-    body_hash: str,
-    kind: str,
-    spec: Mapping[str, object],
-    mechanism: Mechanism | None,
-    post_processing: Mapping[str, object],
-    certificate_epsilon: Mapping[str, object] | None,
-    costs: tuple[Cost, ...],
-    snapshot_id: str | None,
-    progress_total: int,
-    max_attempts: int,
-    ttl_seconds: float,
-    now: int,
-    parent_entry_id: str | None = None,
-) -> Reservation:
-    """Admits a charge and queues its job, or refuses and leaves nothing behind.
-
-    ``costs`` were computed before the transaction, one for each filter of the dataset. They are
-    empty for post-processing alone, which names the released entry it reads in
-    ``parent_entry_id`` and has no mechanism.
-
-    The caller sends the job's message after the commit; if it dies between, the sweeper sends it.
-
-    Raises:
-        NotFound: no such dataset.
-        IdempotencyMismatch: the key was used with another body.
-        Conflict: ``no_budget``; ``no_snapshot``; ``parent_not_released``.
-        BudgetExhausted: no filter admits the charge; ``extra`` has requested, remaining, blocking.
-        InvalidMechanism: the mechanism may not be charged for.
-        ValueError: the arguments contradict each other (a caller's mistake, not a client's).
-    """
-    books = lock_books(session, dataset_id)
-    existing = existing_job(
-        session,
-        organisation_id=organisation_id,
-        dataset_id=dataset_id,
-        idempotency_key=idempotency_key,
-        body_hash=body_hash,
-    )
-    if existing is not None:
-        return Reservation(existing.id, existing.entry_id, created=False, state=existing.state)
-    entry = _admit(
-        session,
-        books,
-        dataset_id=dataset_id,
-        organisation_id=organisation_id,
-        body_hash=body_hash,
-        kind=kind,
-        mechanism=mechanism,
-        costs=costs,
-        snapshot_id=snapshot_id,
-        parent_entry_id=parent_entry_id,
-        job_ids=(job_id := _new_id("job"),),
-        now=now,
-    )
-    session.add(
-        _job_row(
-            entry,
-            job_id=job_id,
-            position=None,
-            idempotency_key=idempotency_key,
-            body_hash=body_hash,
-            kind=kind,
-            spec=spec,
-            mechanism=entry.mechanism,
-            post_processing=post_processing,
-            certificate_epsilon=certificate_epsilon,
-            snapshot_id=snapshot_id,
-            progress_total=progress_total,
-            max_attempts=max_attempts,
-            ttl_seconds=ttl_seconds,
-            now=now,
-        )
-    )
-    session.flush()
-    return Reservation(job_id, entry.id, created=True, state=entry.state)
-
-
-def plan_mechanism(jobs: Sequence[PlannedJob]) -> Composition:
-    """What a plan is charged for: its jobs' mechanisms, in order, fixed in advance together."""
-    return Composition(tuple(Part(job.mechanism, 1) for job in jobs))
-
-
-def plan_key(idempotency_key: str, position: int) -> str:
-    """The key of a plan's job; the space keeps it apart from every key that a client can send."""
-    return f"{idempotency_key} {position}"
-
-
-def reserve_plan(
-    session: Session,
-    *,
-    dataset_id: str,
-    organisation_id: str,
-    idempotency_key: str,
-    body_hash: str,
-    jobs: Sequence[PlannedJob],
-    costs: tuple[Cost, ...],
-    snapshot_id: str,
-    max_attempts: int,
-    ttl_seconds: float,
-    now: int,
-) -> PlanReservation:
-    """Admits a plan, jobs that are fixed before the first of them starts, as one charge.
-
-    ``costs`` are those of :func:`plan_mechanism`, computed before the transaction: together the
-    jobs cost less than one by one. The other arguments and errors are those of :func:`reserve`.
-    """
-    books = lock_books(session, dataset_id)
-    first = existing_job(
-        session,
-        organisation_id=organisation_id,
-        dataset_id=dataset_id,
-        idempotency_key=plan_key(idempotency_key, 0),
-        body_hash=body_hash,
-    )
-    if first is not None:
-        known = jobs_of(session, first.entry_id)
-        return PlanReservation(
-            tuple(job.id for job in known),
-            first.entry_id,
-            created=False,
-            state=session.get_one(EntryRow, first.entry_id).state,
-        )
-    if not jobs:
-        raise ValueError("a plan has jobs")
-    job_ids = tuple(_new_id("job") for _ in jobs)
-    entry = _admit(
-        session,
-        books,
-        dataset_id=dataset_id,
-        organisation_id=organisation_id,
-        body_hash=body_hash,
-        kind=PLAN,
-        mechanism=plan_mechanism(jobs),
-        costs=costs,
-        snapshot_id=snapshot_id,
-        parent_entry_id=None,
-        job_ids=job_ids,
-        now=now,
-    )
-    session.add_all(
-        _job_row(
-            entry,
-            job_id=job_id,
-            position=position,
-            idempotency_key=plan_key(idempotency_key, position),
-            body_hash=body_hash,
-            kind=job.kind,
-            spec=job.spec,
-            mechanism=mechanism_to_json(job.mechanism),
-            post_processing=job.post_processing,
-            certificate_epsilon=job.certificate_epsilon,
-            snapshot_id=snapshot_id,
-            progress_total=job.progress_total,
-            max_attempts=max_attempts,
-            ttl_seconds=ttl_seconds,
-            now=now,
-        )
-        for position, (job_id, job) in enumerate(zip(job_ids, jobs, strict=True))
-    )
-    session.flush()
-    return PlanReservation(job_ids, entry.id, created=True, state=entry.state)
-
-
-def _admit(
-    session: Session,
-    books: DatasetRow,
-    *,
-    dataset_id: str,
-    organisation_id: str,
-    body_hash: str,
-    kind: str,
-    mechanism: Mechanism | None,
-    costs: tuple[Cost, ...],
-    snapshot_id: str | None,
-    parent_entry_id: str | None,
-    job_ids: tuple[str, ...],
-    now: int,
-) -> EntryRow:
-    """Checks a request against the locked books, and adds its entry, charges and chain row."""
-    stored = session.get(BudgetRow, books.id, populate_existing=True)
-    if stored is None:
-        raise Conflict("no_budget", "the dataset has no budget yet")
-    if bool(costs) != (mechanism is not None) or bool(costs) == (parent_entry_id is not None):
-        raise ValueError("a charge is for a mechanism; post-processing names its parent instead")
-    snapshot = None if snapshot_id is None else session.get(SnapshotRow, snapshot_id)
-    if snapshot is not None and snapshot.dataset_id != dataset_id:
-        snapshot = None
-    if snapshot is None and (costs or snapshot_id is not None):
-        raise Conflict("no_snapshot", "the dataset has no such snapshot of private records")
-    state = "reserved"
-    if mechanism is not None:
-        require_chargeable(mechanism)
-        budget, filters = Budget.from_json(stored.budget), filters_of(session, books.id)
-        current = _states(filters, books.totals)
-        _check_costs(current, costs)
-        if not admitting(current, costs):
-            raise _exhausted(current, costs, scope="dataset")
-        capped = _capped(session, books, budget, filters, organisation_id)
-        if capped is not None and not admitting(capped, costs):
-            raise _exhausted(capped, costs, scope="organisation")
-        if budget.needs_approval(filters, costs):
-            state = "awaiting_approval"
-    else:
-        parent = session.get(EntryRow, parent_entry_id)
-        if parent is None or parent.dataset_id != dataset_id or parent.state != "released":
-            raise Conflict("parent_not_released", "the release to be processed does not exist")
-
-    entry_id = _new_id("ent")
-    mechanism_json = None if mechanism is None else mechanism_to_json(mechanism)
-    mechanism_hash = None if mechanism is None else mechanism_digest(mechanism)
-    row = append(
-        session,
-        books,
-        kind=state,
-        entry_id=entry_id,
-        state=state,
-        now=now,
-        data={
-            "dataset": dataset_id,
-            "jobs": list(job_ids),
-            "organisation": organisation_id,
-            "entry_kind": kind,
-            "parent": parent_entry_id,
-            "body_hash": body_hash,
-            "neighboring_relation": NEIGHBORING_RELATION,
-            "mechanism": mechanism_json,
-            "mechanism_digest": mechanism_hash,
-            "costs": [[c.epsilon_units, c.delta_units] for c in costs],
-        },
-    )
-    entry = EntryRow(
-        id=entry_id,
-        books_id=books.id,
-        dataset_id=dataset_id,
-        organisation_id=organisation_id,
-        sequence=row.sequence,
-        kind=kind,
-        state=state,
-        parent_entry_id=parent_entry_id,
-        mechanism=mechanism_json,
-        mechanism_digest=mechanism_hash,
-        created_at=now,
-        updated_at=now,
-    )
-    session.add(entry)
-    _count(session, books, organisation_id, costs, 1)
-    session.flush()
-    session.add_all(
-        ChargeRow(
-            entry_id=entry_id,
-            position=position,
-            epsilon_units=cost.epsilon_units,
-            delta_units=cost.delta_units,
-        )
-        for position, cost in enumerate(costs)
-    )
-    return entry
-
-
-def _job_row(
-    entry: EntryRow,
-    *,
-    job_id: str,
-    position: int | None,
-    idempotency_key: str,
-    body_hash: str,
-    kind: str,
-    spec: Mapping[str, object],
-    mechanism: JsonObject | None,
-    post_processing: Mapping[str, object],
-    certificate_epsilon: Mapping[str, object] | None,
-    snapshot_id: str | None,
-    progress_total: int,
-    max_attempts: int,
-    ttl_seconds: float,
-    now: int,
-) -> JobRow:
-    if progress_total < 0 or max_attempts < 1 or ttl_seconds <= 0:
-        raise ValueError("progress_total, max_attempts and ttl_seconds must be positive")
-    if certificate_epsilon is not None:
-        stated = certificate_epsilon.get("neighboring_relation", NEIGHBORING_RELATION)
-        if stated != NEIGHBORING_RELATION:
-            raise ValueError(f"the ledger charges for {NEIGHBORING_RELATION} only")
-    return JobRow(
-        id=job_id,
-        dataset_id=entry.dataset_id,
-        organisation_id=entry.organisation_id,
-        entry_id=entry.id,
-        plan_position=position,
-        snapshot_id=snapshot_id,
-        idempotency_key=idempotency_key,
-        body_hash=body_hash,
-        kind=kind,
-        spec=dict(spec),
-        mechanism=mechanism,
-        post_processing=dict(post_processing),
-        certificate_epsilon=None if certificate_epsilon is None else dict(certificate_epsilon),
-        state=entry.state,
-        created_at=now,
-        updated_at=now,
-        attempts=0,
-        max_attempts=max_attempts,
-        progress_done=0,
-        progress_total=progress_total,
-        sent_at=now,  # the caller sends right after the commit
-        expires_at=now + _microseconds(ttl_seconds),
-    )
-
-
-def _check_costs(current: Sequence[FilterState], costs: Sequence[Cost]) -> None:
-    if len(costs) != len(current):
-        raise ValueError(f"{len(costs)} costs for {len(current)} filters")
-    for cost in costs:
-        for units in (cost.epsilon_units, cost.delta_units):
-            if not isinstance(units, int) or not 0 <= units <= INFINITE:
-                raise ValueError("a cost is a non-negative integer")
+    row.totals = moved_totals(row.totals, costs, sign)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -813,7 +316,7 @@ def start(
     """
     books, job = _lock_job(session, job_id)
     token = secrets.token_hex(32)
-    lease_expires_at = now + _microseconds(lease_seconds)
+    lease_expires_at = now + microseconds(lease_seconds)
     snapshot = None if job.snapshot_id is None else session.get(SnapshotRow, job.snapshot_id)
     entry = session.get_one(EntryRow, job.entry_id, populate_existing=True)
     if _charged_digest(entry, job) != (None if job.mechanism is None else digest(job.mechanism)):
@@ -923,7 +426,7 @@ def heartbeat(
         sa.update(JobRow)
         .where(JobRow.id == job_id, JobRow.state == "started", JobRow.lease_token == lease_token)
         .values(
-            lease_expires_at=now + _microseconds(lease_seconds), progress_done=done, updated_at=now
+            lease_expires_at=now + microseconds(lease_seconds), progress_done=done, updated_at=now
         )
         .returning(JobRow.id)
         .execution_options(synchronize_session=False)
@@ -955,7 +458,7 @@ def release(
         raise ValueError("the certificate is of another artefact")
     if certificate.get("ledger") != {"sequence": started_row.sequence, "hash": started_row.hash}:
         raise ValueError("the certificate names another row of the ledger")
-    release_id = _new_id("rel")
+    release_id = new_id("rel")
     session.add(
         ReleaseRow(
             id=release_id,
@@ -1031,7 +534,7 @@ def approve(session: Session, *, job_id: str, ttl_seconds: float, now: int) -> t
     entry.state, entry.updated_at = "reserved", now
     for each in jobs:
         each.state, each.updated_at = "reserved", now
-        each.sent_at, each.expires_at = now, now + _microseconds(ttl_seconds)
+        each.sent_at, each.expires_at = now, now + microseconds(ttl_seconds)
     append(
         session,
         books,
@@ -1096,7 +599,7 @@ def sweep(
         now,
         sa.or_(_overdue(now), sa.and_(lease_over, JobRow.attempts >= JobRow.max_attempts)),
     )
-    shortest = _microseconds(resend_after_seconds)
+    shortest = microseconds(resend_after_seconds)
     waits_since = sa.case(
         (JobRow.state == "reserved", JobRow.created_at), else_=JobRow.lease_expires_at
     )
@@ -1132,7 +635,7 @@ def sweep(
 
 def take_lease(session: Session, *, name: str, token: str, seconds: float, now: int) -> bool:
     """Takes or renews a named lease; False while another token holds it."""
-    expires_at = now + _microseconds(seconds)
+    expires_at = now + microseconds(seconds)
     taken = session.execute(
         sa.update(LeaseRow)
         .where(LeaseRow.name == name, sa.or_(LeaseRow.token == token, LeaseRow.expires_at <= now))
@@ -1394,19 +897,3 @@ def _take_back(
 def _end_failed(session: Session, books: DatasetRow, job: JobRow, code: str, *, now: int) -> None:
     job.problem_code = code
     _move(session, books, job, "failed_charged", now=now, data={})
-
-
-def _microseconds(seconds: float) -> int:
-    return round(seconds * MICROSECONDS)
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(16)}"
-
-
-def _nats(units: int) -> float | str:
-    return "inf" if units == INFINITE else units / EPSILON_UNITS
-
-
-def _delta(units: int) -> float | str:
-    return "inf" if units == INFINITE else units / DELTA_UNITS

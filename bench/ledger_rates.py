@@ -207,7 +207,7 @@ def fill(database: Database, books: Books, entries: int) -> None:
                      mechanism_text, "{}", "reserved", _NOW, _NOW, 0, 3, 0, 500, 2 * _NOW)
                 )  # fmt: skip
             for name, columns in copies.items():
-                with cursor.copy(f"COPY {name} ({columns}) FROM STDIN") as copy:  # type: ignore[arg-type]  # a literal above
+                with cursor.copy(f"COPY {name} ({columns}) FROM STDIN") as copy:
                     for each in rows[name]:
                         copy.write_row(each)
         connection.commit()
@@ -288,7 +288,7 @@ def rate(work: Worker, books: Sequence[Books], *, processes: int, seconds: float
     ]
     for worker in workers:
         worker.start()
-    total = sum(out.get() for _ in workers)
+    total = float(sum(out.get() for _ in workers))
     for worker in workers:
         worker.join()
     return total / seconds
@@ -493,8 +493,11 @@ def rate_tables(
         table(
             ["reservations a second", "the ledger", "bare", "ratio"],
             [
-                ["one hot dataset", figure(hot_rate), figure(hot_bare), figure(hot_rate / hot_bare)],
-                ["64 datasets", figure(many_rate), figure(many_bare), figure(many_rate / many_bare)],
+                [label, figure(own), figure(bare), figure(own / bare)]
+                for label, own, bare in (
+                    ("one hot dataset", hot_rate, hot_bare),
+                    ("64 datasets", many_rate, many_bare),
+                )
             ],
         ),
         table(
