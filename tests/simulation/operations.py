@@ -1,0 +1,255 @@
+"""Lists of operations: how one is made from a seed, played, shrunk, and kept.
+
+An operation is a list such as ``["submit", 3, "basic", 4, ""]``. It names its objects by small
+numbers, and does nothing where they don't exist, so that a list stays playable whatever is taken
+out of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tests.simulation.world import (
+    EXPONENTS,
+    FATES,
+    KINDS,
+    MOST_KEYS,
+    POINTS,
+    SWEEPERS,
+    WORKERS,
+    Installation,
+    Violation,
+    World,
+    watched,
+)
+
+Operation = list[Any]
+REPLAYS: Final = Path(__file__).parent / "replays"
+LENGTHS: Final = (8, 30)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A budget in steps of epsilon, and what happens to it."""
+
+    budget: int
+    operations: tuple[Operation, ...]
+    note: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        return {"note": self.note, "budget": self.budget, "operations": list(self.operations)}
+
+    @classmethod
+    def load(cls, path: Path) -> Script:
+        read = json.loads(path.read_text())
+        return cls(read["budget"], tuple(read["operations"]), read["note"])
+
+    def save(self, folder: Path) -> Path:
+        """Writes the list under a name of its own, one operation a line."""
+        lines = ",\n    ".join(json.dumps(o) for o in self.operations)
+        text = (
+            f'{{\n  "note": {json.dumps(self.note)},\n  "budget": {self.budget},\n'
+            f'  "operations": [\n    {lines}\n  ]\n}}\n'
+        )
+        path = folder / f"found-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+        path.write_text(text)
+        return path
+
+
+# --------------------------------------------------------------------------------------------------
+# Making one
+# --------------------------------------------------------------------------------------------------
+
+
+def generate(seed: int) -> Script:
+    """The list of this seed."""
+    draw = random.Random(seed)  # noqa: S311 - an example, not a secret
+    budget = draw.randrange(8, 64)
+    operations: list[Operation] = []
+    asked: list[Operation] = []
+
+    def fate() -> str:
+        return draw.choice(FATES) if draw.random() < 0.3 else ""
+
+    def key() -> int:
+        return draw.randrange(len(asked)) if asked else 0
+
+    def worker() -> int:
+        return draw.randrange(WORKERS)
+
+    def submit() -> Operation:
+        made: Operation
+        if len(asked) >= MOST_KEYS:
+            return again()
+        if asked and draw.random() < 0.1:
+            made = ["process", len(asked), key(), fate()]
+        else:
+            kind = draw.choices(KINDS, (3, 1, 2))[0]
+            made = ["submit", len(asked), kind, draw.choice(EXPONENTS), fate()]
+        asked.append(made)
+        return made
+
+    def again() -> Operation:
+        return [*draw.choice(asked)[:-1], fate()] if asked else submit()
+
+    def other_body() -> Operation:
+        return ["submit", key(), draw.choice(KINDS), draw.choice(EXPONENTS), fate()]
+
+    def clock() -> Operation:
+        seconds = draw.choice((1, 11, 31, 31, 45, 601, 4000))
+        return ["clock", seconds if draw.random() < 0.75 else -seconds]
+
+    choices: Sequence[tuple[int, Callable[[], Operation]]] = (
+        (20, submit),
+        (6, again),
+        (3, other_body),
+        (4, lambda: ["take", worker()]),
+        (12, lambda: ["step", worker()]),
+        (8, lambda: ["finish", worker()]),
+        (10, lambda: ["kill", worker(), draw.randrange(len(POINTS))]),
+        (3, lambda: ["worker's database", worker(), draw.choice(FATES[-2:])]),
+        (3, lambda: ["disk full", worker(), draw.randrange(2)]),
+        (1, lambda: ["draw fails", worker()]),
+        (4, lambda: ["heartbeat", worker(), fate()]),
+        (9, clock),
+        (4, lambda: ["cancel", key(), fate()]),
+        (7, lambda: ["sweep", draw.randrange(SWEEPERS), fate()]),
+        (1, lambda: ["expire", fate()]),
+        (2, lambda: ["lose message", draw.randrange(8)]),
+        (4, lambda: ["deliver again", key()]),
+        (2, lambda: ["broker", draw.random() < 0.5]),
+        (1, lambda: ["new code", draw.randrange(1, 3)]),
+        (3, lambda: ["download", key()]),
+    )
+    weights = [weight for weight, _ in choices]
+    for _ in range(draw.randint(*LENGTHS)):
+        _, make = draw.choices(choices, weights)[0]
+        operations.append(make())
+    return Script(budget, tuple(operations), f"seed {seed}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Playing one
+# --------------------------------------------------------------------------------------------------
+
+
+def _apply(world: World, operation: Operation) -> None:
+    name, *given = operation
+    if name in {"take", "step", "finish", "kill", "worker's database", "disk full", "draw fails"}:
+        worker = world.worker(given[0], takes=True)
+        if worker is None or name == "take":
+            return
+        if name == "step":
+            worker.step()
+        elif name == "finish":
+            worker.finish()
+        elif name == "kill":
+            worker.kill(given[1])
+        elif name == "worker's database":
+            worker.fate = given[1]
+        elif name == "disk full":
+            worker.write_fails = given[1]
+        else:
+            worker.draw_raises = True
+    elif name == "broker":
+        world.broker_up = given[0]
+    elif name == "new code":
+        world.code = f"code {given[0]}"
+    else:
+        acts: dict[str, Callable[..., None]] = {
+            "submit": world.submit,
+            "process": world.process,
+            "cancel": world.cancel,
+            "download": world.download,
+            "heartbeat": world.beat,
+            "clock": world.jump,
+            "sweep": world.sweep,
+            "expire": world.expire,
+            "lose message": world.lose_message,
+            "deliver again": world.deliver_again,
+        }
+        acts[name](*given)
+
+
+def play(installation: Installation, script: Script) -> World:
+    """Plays a list on a fresh dataset, and drains it.
+
+    Raises:
+        Violation: something that must hold did not; the text says after which operation.
+    """
+    with watched(installation.world(script.budget)) as world:
+        step: object = "the registration"
+        try:
+            for step in script.operations:
+                world.now += 1  # no two operations at the same microsecond
+                _apply(world, step)
+                world.check()
+            step = "the end"
+            world.drain()
+        except Violation as violation:
+            raise Violation(f"after {step}: {violation}") from violation
+        except Exception as error:
+            # The product raised what its caller does not expect of it.
+            raise Violation(f"after {step}: {error!r}") from error
+        return world
+
+
+# --------------------------------------------------------------------------------------------------
+# Shrinking one
+# --------------------------------------------------------------------------------------------------
+
+
+def shrink(script: Script, fails: Callable[[Script], bool]) -> Script:
+    """A list that fails as well, from which nothing can be left out (delta debugging)."""
+    operations = list(script.operations)
+
+    def failing(tried: list[Operation]) -> bool:
+        return fails(Script(script.budget, tuple(tried), script.note))
+
+    size = max(1, len(operations) // 2)
+    while True:
+        before = len(operations)
+        for start in range(before - size, -1, -size):
+            tried = operations[:start] + operations[start + size :]
+            if failing(tried):
+                operations = tried
+        if size > 1:
+            size //= 2
+        elif len(operations) == before:
+            break
+    for place, operation in enumerate(operations):
+        if operation[-1] in FATES[1:]:
+            tried = [*operations[:place], [*operation[:-1], ""], *operations[place + 1 :]]
+            if failing(tried):
+                operations = tried
+    return Script(script.budget, tuple(operations), script.note)
+
+
+def violation_of(installation: Installation, script: Script) -> str | None:
+    """What the list shows to be wrong, or None."""
+    try:
+        play(installation, script)
+    except Violation as violation:
+        return str(violation)
+    return None
+
+
+def search(
+    installation: Installation, seeds: range, *, keep: Path
+) -> Iterator[tuple[int, str, Path]]:
+    """Plays the lists of these seeds; each that fails is shrunk, kept, and told."""
+    for seed in seeds:
+        script = generate(seed)
+        problem = violation_of(installation, script)
+        if problem is None:
+            continue
+        small = shrink(script, lambda tried: violation_of(installation, tried) is not None)
+        final = violation_of(installation, small) or problem
+        kept = Script(small.budget, small.operations, f"seed {seed}: {final}").save(keep)
+        yield seed, final, kept
