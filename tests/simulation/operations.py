@@ -36,28 +36,32 @@ LENGTHS: Final = (8, 30)
 
 @dataclass(frozen=True)
 class Script:
-    """A budget in steps of epsilon, and what happens to it."""
+    """A budget in steps of epsilon, and what happens to it.
+
+    ``ends`` says in which state each key's job must be in the end, where the writer knows.
+    """
 
     budget: int
     operations: tuple[Operation, ...]
     note: str = ""
-
-    def to_json(self) -> dict[str, object]:
-        return {"note": self.note, "budget": self.budget, "operations": list(self.operations)}
+    ends: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def load(cls, path: Path) -> Script:
         read = json.loads(path.read_text())
-        return cls(read["budget"], tuple(read["operations"]), read["note"])
+        return cls(
+            read["budget"], tuple(read["operations"]), read["note"], tuple(read["ends"].items())
+        )
 
-    def save(self, folder: Path) -> Path:
-        """Writes the list under a name of its own, one operation a line."""
+    def save(self, folder: Path, name: str = "") -> Path:
+        """Writes the list, one operation a line; without a name, under one of its own."""
         lines = ",\n    ".join(json.dumps(o) for o in self.operations)
         text = (
             f'{{\n  "note": {json.dumps(self.note)},\n  "budget": {self.budget},\n'
-            f'  "operations": [\n    {lines}\n  ]\n}}\n'
+            f'  "operations": [\n    {lines}\n  ],\n  "ends": {json.dumps(dict(self.ends))}\n}}\n'
         )
-        path = folder / f"found-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+        own = f"found-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        path = folder / f"{name or own}.json"
         path.write_text(text)
         return path
 

@@ -41,4 +41,7 @@ def test_ten_thousand_lists(installed: Installation, block: int) -> None:
 
 @pytest.mark.parametrize("path", sorted(REPLAYS.glob("*.json")), ids=lambda path: path.stem)
 def test_replays(installed: Installation, path: Path) -> None:
-    play(installed, Script.load(path))
+    script = Script.load(path)
+    world = play(installed, script)
+    ends = {str(key): job.state for key, job in world.model.jobs.items()}
+    assert not script.ends or ends == dict(script.ends)
