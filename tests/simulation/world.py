@@ -124,7 +124,8 @@ class SimulatedDatabase(Database):
         super().__init__(url)
         self.before_commit: Callable[[], str] = lambda: ""
         self.after_commit: Callable[[str], None] = lambda _fate: None
-        self._writing = False
+        # A real worker's heartbeat writes from another thread.
+        self._local = threading.local()
         dialect = self._writer.dialect
         self._real_commit = dialect.do_commit
         dialect.do_commit = self._commit  # type: ignore[assignment,method-assign]
@@ -136,11 +137,11 @@ class SimulatedDatabase(Database):
     @contextmanager
     def write(self) -> Iterator[Session]:
         with super().write() as session:
-            self._writing = True
+            self._local.writing = True
             try:
                 yield session
             except BaseException:
-                self._writing = False
+                self._local.writing = False
                 raise
 
     def dispose(self) -> None:
@@ -149,10 +150,10 @@ class SimulatedDatabase(Database):
             self._admin.close()
 
     def _commit(self, connection: Any) -> None:
-        if not self._writing:
+        if not getattr(self._local, "writing", False):
             self._real_commit(connection)
             return
-        self._writing = False
+        self._local.writing = False
         connection = connection.dbapi_connection  # without the pool's cover
         fate = self.before_commit()
         if fate == "database lost before commit":
