@@ -50,7 +50,6 @@ class Job:
     job_id: str
     body: str
     costs: Costs
-    parent: int | None
     max_attempts: int
     expires_at: int
     state: str = "reserved"

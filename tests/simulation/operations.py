@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ from tests.simulation.world import (
 
 Operation = list[Any]
 REPLAYS: Final = Path(__file__).parent / "replays"
-LENGTHS: Final = (8, 30)
+SHORTEST: Final = 6
+LONGEST: Final = 26
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class Script:
 # --------------------------------------------------------------------------------------------------
 
 
-def generate(seed: int) -> Script:
-    """The list of this seed."""
+def generate(seed: int, longest: int = LONGEST) -> Script:
+    """The list of this seed, with at most ``longest`` operations."""
     draw = random.Random(seed)  # noqa: S311 - an example, not a secret
     budget = draw.randrange(8, 64)
     operations: list[Operation] = []
@@ -132,7 +134,7 @@ def generate(seed: int) -> Script:
         (3, lambda: ["download", key()]),
     )
     weights = [weight for weight, _ in choices]
-    for _ in range(draw.randint(*LENGTHS)):
+    for _ in range(draw.randint(SHORTEST, longest)):
         _, make = draw.choices(choices, weights)[0]
         operations.append(make())
     return Script(budget, tuple(operations), f"seed {seed}")
@@ -245,14 +247,24 @@ def violation_of(installation: Installation, script: Script) -> str | None:
 
 
 def search(
-    installation: Installation, seeds: range, *, keep: Path
+    installation: Installation,
+    seeds: range,
+    *,
+    keep: Path,
+    tally: Counter[str],
+    longest: int = LONGEST,
 ) -> Iterator[tuple[int, str, Path]]:
-    """Plays the lists of these seeds; each that fails is shrunk, kept, and told."""
+    """Plays the lists of these seeds; each that fails is shrunk, kept, and told.
+
+    ``tally`` counts what happened in those that did not fail.
+    """
     for seed in seeds:
-        script = generate(seed)
-        problem = violation_of(installation, script)
-        if problem is None:
+        script = generate(seed, longest)
+        try:
+            tally += play(installation, script).tally
             continue
+        except Violation as violation:
+            problem = str(violation)
         small = shrink(script, lambda tried: violation_of(installation, tried) is not None)
         final = violation_of(installation, small) or problem
         kept = Script(small.budget, small.operations, f"seed {seed}: {final}").save(keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from accounting.errors import Conflict
 from accounting.tables import JobRow
 from tests.simulation.operations import Script, search, violation_of
 from tests.simulation.world import Installation, installation
+from worker import jobs
 
 MOST_LISTS = 60
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -70,6 +72,22 @@ def a_retry_draws_from_a_new_seed(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(ledger, "start", start)
 
 
+def a_retry_may_run_other_code(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(jobs, "digest", lambda _what: "the same")
+
+
+def a_start_is_not_committed(patched: pytest.MonkeyPatch) -> None:
+    real = ledger.start
+
+    def start(session: Session, **how: Any) -> ledger.Started | None:
+        nested = session.begin_nested()
+        started = real(session, **how)
+        nested.rollback()
+        return started
+
+    patched.setattr(ledger, "start", start)
+
+
 def every_request_is_admitted(patched: pytest.MonkeyPatch) -> None:
     for module in (ledger, chain):
         patched.setattr(module, "admitting", lambda _states, _costs: (0,))
@@ -108,6 +126,8 @@ FAULTS = [
     Fault(a_lost_lease_gives_the_charge_back, 3, "had to be"),
     Fault(a_release_ignores_the_lease, 5, "went on without its lease"),
     Fault(a_retry_draws_from_a_new_seed, 2, "drew something else"),
+    Fault(a_retry_may_run_other_code, 5, "had to be failed_charged"),
+    Fault(a_start_is_not_committed, 2, "were read while the job was reserved"),
     Fault(every_request_is_admitted, 4, "had to be exhausted"),
     Fault(a_key_is_not_remembered, 1, "the jobs are"),
     Fault(the_sweeper_sends_nothing_again, 2, "in limbo"),
@@ -126,7 +146,9 @@ def test_a_planted_fault_is_found_and_shrunk(
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
         fault.plant(patched)
-        _, problem, kept = next(search(installed, range(MOST_LISTS), keep=tmp_path))
+        _, problem, kept = next(
+            search(installed, range(MOST_LISTS), keep=tmp_path, tally=Counter())
+        )
     assert fault.told in problem
     small = Script.load(kept)
     assert len(small.operations) <= fault.operations, small

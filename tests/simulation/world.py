@@ -21,6 +21,7 @@ import errno
 import os
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -228,10 +229,11 @@ class Worker(threading.Thread):
     def run(self) -> None:
         self._go.acquire()
         try:
-            if not self._dies():
-                self.status = jobs._attempt(self._world.settings, self._world.database, self.job_id)
+            if self._dies():
+                raise Killed
+            self.status = jobs._attempt(self._world.settings, self._world.database, self.job_id)
         except Killed:
-            pass
+            self._world.tally[f"killed: {POINTS[self.at]}"] += 1
         except (Conflict, NotFound, LedgerUnavailable) as error:
             # What the process's main turns into an exit status.
             self.error = error
@@ -358,7 +360,7 @@ class World:
     seen: dict[int, bytes] = field(default_factory=dict)
     draws: dict[tuple[int, str], bytes] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    refused: int = 0
+    tally: Counter[str] = field(default_factory=Counter)
     _fate: str = ""
     _unchecked: bool = True
     _pending: list[Callable[[], None]] = field(default_factory=list)
@@ -507,7 +509,6 @@ class World:
                             job_id=made.job_id,
                             body=offer.body,
                             costs=offer.costs,
-                            parent=offer.parent,
                             max_attempts=1 + key % MOST_ATTEMPTS,
                             expires_at=self.now + round(RESERVATION_SECONDS * SECOND),
                         )
@@ -519,7 +520,7 @@ class World:
             got, job_id, created = "mismatch", "", False
         except BudgetExhausted:
             got, job_id, created = "exhausted", "", False
-            self.refused += 1
+            self.tally["refused"] += 1
         except Conflict as error:
             got, job_id, created = error.code, "", False
         if got != expected:
@@ -645,6 +646,7 @@ class World:
             worker.write_fails -= 1
             if worker.write_fails < 0:
                 worker.write_fails = None
+                self.tally["disk full"] += 1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(path, data)
 
@@ -688,6 +690,7 @@ class World:
             fate = self._fate
             if fate == "dies before commit":
                 self._pending.clear()
+                self.tally[f"caller: {fate}"] += 1
                 raise Killed
         else:
             fate, worker.fate = worker.fate, ""
@@ -698,6 +701,8 @@ class World:
                 raise
         if fate == "database lost before commit":
             self._pending.clear()
+        if fate:
+            self.tally[f"{'caller' if worker is None else 'worker'}: {fate}"] += 1
         return fate
 
     def _after_commit(self, fate: str) -> None:
@@ -721,6 +726,7 @@ class World:
         job, worker = self._job_of(how["job_id"]), _this_worker()
         expected = self.model.start(job, worker.code, how["now"])
         started = real(session, **how)
+        self.tally[f"start: {expected}"] += 1
         begins = expected in {"started", "attempt"}
         if (started is not None) != begins:
             self.complain(f"a start of key {job.key} had to be {expected}")
@@ -744,6 +750,7 @@ class World:
             answer = real(session, **how)
         except LeaseLost:
             refused = True
+            self.tally["lease lost"] += 1
             raise
         finally:
             if expected and refused:
@@ -875,6 +882,8 @@ class World:
         self._rounds(waits)
         self.now = self.latest
         self._rounds([RESERVATION_SECONDS + 1] * (2 * MOST_ATTEMPTS + 4))
+        self._unchecked = True
+        self.check()
         waiting = [job.key for job in self.model.jobs.values() if job.state not in ENDED]
         if waiting:
             raise Violation(f"keys {waiting} are in limbo")
@@ -890,6 +899,7 @@ class World:
                 again = self._existing(session, key, job.body)
                 if again is None or again.id != job.job_id:
                     raise Violation(f"key {key} answers another job than it made")
+                self.tally[f"ended: {job.state}"] += 1
             verification = ledger.verify(session, self.dataset_id)
         if not verification.ok:
             raise Violation(f"the chain does not verify: {verification.problem}")
