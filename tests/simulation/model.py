@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 # One pair (epsilon, delta) for each filter; None crosses the filter.
 Costs = tuple[tuple[int, int] | None, ...]
 
-CHARGED = frozenset({"reserved", "started", "released", "failed_charged"})
-ENDED = frozenset({"released", "failed_charged", "cancelled", "expired"})
+HELD = frozenset({"awaiting_approval", "reserved"})
+CHARGED = HELD | {"started", "released", "failed_charged"}
+ENDED = frozenset({"released", "failed_charged", "cancelled", "expired", "denied"})
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Model:
     """The books of one dataset."""
 
     caps: tuple[Cap, ...]
+    approval_above: int | None = None
     jobs: dict[int, Job] = field(default_factory=dict)
 
     def by_id(self, job_id: str) -> Job | None:
@@ -119,6 +121,15 @@ class Model:
                 return "created"
         return "exhausted"
 
+    def awaits_approval(self, costs: Costs) -> bool:
+        """Whether a charge of more epsilon than the owner's threshold waits for the owner."""
+        if self.approval_above is None:
+            return False
+        return any(
+            cap.delta is not None and (cost is None or cost[0] > self.approval_above)
+            for cap, cost in zip(self.caps, costs, strict=False)  # post-processing costs nothing
+        )
+
     def start(self, job: Job, code: str, now: int) -> str:
         if job.state == "reserved":
             return "expired" if job.expires_at <= now else "started"
@@ -135,7 +146,7 @@ class Model:
         """The jobs that a sweep ends, and the states it leaves them in."""
         ended = {}
         for job in self.jobs.values():
-            if job.state == "reserved" and job.expires_at <= now:
+            if job.state in HELD and job.expires_at <= now:
                 ended[job.key] = "expired"
             elif (
                 not reservations_only
@@ -156,6 +167,9 @@ class Model:
         job.attempts += 1
         job.ever_started = True
         job.token, job.code, job.lease_until = token, code, lease_until
+
+    def approve(self, job: Job, expires_at: int) -> None:
+        job.state, job.expires_at = "reserved", expires_at
 
     def end(self, job: Job, state: str) -> None:
         job.state, job.token = state, None

@@ -12,7 +12,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +40,7 @@ LONGEST: Final = 26
 class Script:
     """A budget in steps of epsilon, and what happens to it.
 
+    A charge of more than ``approval_above`` steps waits for the owner; None means that none does.
     ``ends`` says in which state each key's job must be in the end, where the writer knows.
     """
 
@@ -47,12 +48,17 @@ class Script:
     operations: tuple[Operation, ...]
     note: str = ""
     ends: tuple[tuple[str, str], ...] = ()
+    approval_above: int | None = None
 
     @classmethod
     def load(cls, path: Path) -> Script:
         read = json.loads(path.read_text())
         return cls(
-            read["budget"], tuple(read["operations"]), read["note"], tuple(read["ends"].items())
+            read["budget"],
+            tuple(read["operations"]),
+            read["note"],
+            tuple(read["ends"].items()),
+            read["approval_above"],
         )
 
     def save(self, folder: Path, name: str = "") -> Path:
@@ -60,6 +66,7 @@ class Script:
         lines = ",\n    ".join(json.dumps(o) for o in self.operations)
         text = (
             f'{{\n  "note": {json.dumps(self.note)},\n  "budget": {self.budget},\n'
+            f'  "approval_above": {json.dumps(self.approval_above)},\n'
             f'  "operations": [\n    {lines}\n  ],\n  "ends": {json.dumps(dict(self.ends))}\n}}\n'
         )
         own = f"found-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -77,6 +84,7 @@ def generate(seed: int, longest: int = LONGEST) -> Script:
     """The list of this seed, with at most ``longest`` operations."""
     draw = random.Random(seed)  # noqa: S311 - an example, not a secret
     budget = draw.randrange(8, 64)
+    approval_above = draw.choice((None, min(budget, 7)))
     operations: list[Operation] = []
     asked: list[Operation] = []
 
@@ -125,6 +133,11 @@ def generate(seed: int, longest: int = LONGEST) -> Script:
         (4, lambda: ["heartbeat", worker(), fate()]),
         (9, clock),
         (4, lambda: ["cancel", key(), fate()]),
+        *(
+            ()
+            if approval_above is None
+            else ((6, lambda: ["approve", key(), fate()]), (2, lambda: ["deny", key(), fate()]))
+        ),
         (7, lambda: ["sweep", draw.randrange(SWEEPERS), fate()]),
         (1, lambda: ["expire", fate()]),
         (2, lambda: ["lose message", draw.randrange(8)]),
@@ -137,7 +150,7 @@ def generate(seed: int, longest: int = LONGEST) -> Script:
     for _ in range(draw.randint(SHORTEST, longest)):
         _, make = draw.choices(choices, weights)[0]
         operations.append(make())
-    return Script(budget, tuple(operations), f"seed {seed}")
+    return Script(budget, tuple(operations), f"seed {seed}", approval_above=approval_above)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -172,6 +185,8 @@ def _apply(world: World, operation: Operation) -> None:
             "submit": world.submit,
             "process": world.process,
             "cancel": world.cancel,
+            "approve": world.approve,
+            "deny": world.deny,
             "download": world.download,
             "heartbeat": world.beat,
             "clock": world.jump,
@@ -189,7 +204,7 @@ def play(installation: Installation, script: Script) -> World:
     Raises:
         Violation: something that must hold did not; the text says after which operation.
     """
-    with watched(installation.world(script.budget)) as world:
+    with watched(installation.world(script.budget, script.approval_above)) as world:
         step: object = "the registration"
         try:
             for step in script.operations:
@@ -216,7 +231,7 @@ def shrink(script: Script, fails: Callable[[Script], bool]) -> Script:
     operations = list(script.operations)
 
     def failing(tried: list[Operation]) -> bool:
-        return fails(Script(script.budget, tuple(tried), script.note))
+        return fails(replace(script, operations=tuple(tried)))
 
     size = max(1, len(operations) // 2)
     while True:
@@ -234,7 +249,7 @@ def shrink(script: Script, fails: Callable[[Script], bool]) -> Script:
             tried = [*operations[:place], [*operation[:-1], ""], *operations[place + 1 :]]
             if failing(tried):
                 operations = tried
-    return Script(script.budget, tuple(operations), script.note)
+    return replace(script, operations=tuple(operations))
 
 
 def violation_of(installation: Installation, script: Script) -> str | None:
@@ -267,5 +282,5 @@ def search(
             problem = str(violation)
         small = shrink(script, lambda tried: violation_of(installation, tried) is not None)
         final = violation_of(installation, small) or problem
-        kept = Script(small.budget, small.operations, f"seed {seed}: {final}").save(keep)
+        kept = replace(small, note=f"seed {seed}: {final}").save(keep)
         yield seed, final, kept

@@ -60,7 +60,7 @@ from accounting.tables import (
 from api.sweeper import Sweeper
 from models.noise import KeyedNoise
 from tests.books import no_bound
-from tests.simulation.model import ENDED, Cap, Costs, Job, Model, Sum
+from tests.simulation.model import ENDED, HELD, Cap, Costs, Job, Model, Sum
 from worker import artifacts, custody, jobs
 from worker.artifacts import ArtifactStore, Staged
 from worker.custody import ensure_keys
@@ -337,10 +337,10 @@ class Installation:
     database: SimulatedDatabase
     worlds: int = 0
 
-    def world(self, budget: int) -> World:
-        """A fresh dataset with a budget of ``budget`` steps of epsilon."""
+    def world(self, budget: int, approval_above: int | None) -> World:
+        """A fresh dataset; both numbers are steps of epsilon."""
         self.worlds += 1
-        return World(self, f"{self.worlds}", budget)
+        return World(self, f"{self.worlds}", budget, approval_above)
 
 
 @dataclass
@@ -350,6 +350,7 @@ class World:
     installation: Installation
     name: str
     budget: int
+    approval_above: int | None
     now: int = EPOCH
     latest: int = EPOCH
     code: str = "code 1"
@@ -377,7 +378,8 @@ class World:
         self.model = Model(
             tuple(
                 Cap(f.cap_units, f.delta_units if f.order == "inf" else None) for f in self.filters
-            )
+            ),
+            None if self.approval_above is None else self.approval_above * EPSILON_STEP,
         )
         self.sweepers = [
             Sweeper(
@@ -423,9 +425,12 @@ class World:
                 session,
                 dataset_id=self.dataset_id,
                 budget=Budget(
-                    Decimal(self.budget * EPSILON_STEP) / EPSILON_UNITS,
+                    _nats(self.budget),
                     Decimal("1e-5"),
                     FewLarge(8),
+                    approval_above=None
+                    if self.approval_above is None
+                    else _nats(self.approval_above),
                 ),
                 now=self.now,
             )
@@ -473,7 +478,7 @@ class World:
             with self.database.read() as session:
                 found = self._existing(session, key, offer.body)
             if found is not None:
-                got, job_id, created = "existing", found.id, False
+                got, job_id, sent = "existing", found.id, False
             else:
                 with self._write(fate) as session:
                     made = ledger.reserve(
@@ -498,11 +503,8 @@ class World:
                         if offer.parent is None
                         else self._entry_of(session, above),
                     )
-                    got, job_id, created = (
-                        "created" if made.created else "existing",
-                        made.job_id,
-                        made.created,
-                    )
+                    got, job_id = "created" if made.created else "existing", made.job_id
+                    sent = made.created and made.state == "reserved"
                     if expected == got == "created":
                         job = Job(
                             key=key,
@@ -511,21 +513,24 @@ class World:
                             costs=offer.costs,
                             max_attempts=1 + key % MOST_ATTEMPTS,
                             expires_at=self.now + round(RESERVATION_SECONDS * SECOND),
+                            state="awaiting_approval"
+                            if self.model.awaits_approval(offer.costs)
+                            else "reserved",
                         )
                         self._pending.append(lambda: self.model.add(job))
         except (Killed, LedgerUnavailable) as error:
             self._must_be_due_to(fate, error)
             return
         except IdempotencyMismatch:
-            got, job_id, created = "mismatch", "", False
+            got, job_id, sent = "mismatch", "", False
         except BudgetExhausted:
-            got, job_id, created = "exhausted", "", False
+            got, job_id, sent = "exhausted", "", False
             self.tally["refused"] += 1
         except Conflict as error:
-            got, job_id, created = error.code, "", False
+            got, job_id, sent = error.code, "", False
         if got != expected:
             raise Violation(f"key {key} for {offer.body!r} was {got}, and had to be {expected}")
-        if created:
+        if sent:
             self._send(job_id)
         if job_id and fate != "reply lost" and self.answers.setdefault(key, job_id) != job_id:
             raise Violation(f"key {key} answers another job than before")
@@ -554,6 +559,44 @@ class World:
         except Conflict as error:
             if error.code != "not_cancellable":
                 raise
+
+    def approve(self, key: int, fate: str) -> None:
+        self._decide(key, fate, approved=True)
+
+    def deny(self, key: int, fate: str) -> None:
+        self._decide(key, fate, approved=False)
+
+    def _decide(self, key: int, fate: str, *, approved: bool) -> None:
+        job = self.model.jobs.get(key)
+        if job is None:
+            return
+        expires_at = self.now + round(RESERVATION_SECONDS * SECOND)
+        sent: tuple[str, ...] = ()
+        expected = job.state == "awaiting_approval"
+        try:
+            with self._write(fate) as session:
+                if approved:
+                    sent = ledger.approve(
+                        session,
+                        job_id=job.job_id,
+                        ttl_seconds=RESERVATION_SECONDS,
+                        now=self.now,
+                    )
+                    self._pending.append(lambda: self.model.approve(job, expires_at))
+                else:
+                    ledger.deny(session, job_id=job.job_id, now=self.now)
+                    self._pending.append(lambda: self.model.end(job, "denied"))
+        except (Killed, LedgerUnavailable) as error:
+            self._must_be_due_to(fate, error)
+            return
+        except Conflict as error:
+            if expected or error.code != "not_awaiting_approval":
+                raise
+            return
+        if not expected:
+            raise Violation(f"the owner decided on key {key}, which was {job.state}")
+        for job_id in sent:
+            self._send(job_id)
 
     def download(self, key: int) -> None:
         """Fetches what anyone may have, and compares it with what was fetched before."""
@@ -775,10 +818,10 @@ class World:
         try:
             real(session, **how)
         except Conflict:
-            if job.state == "reserved":
+            if job.state in HELD:
                 self.complain(f"the reservation of key {job.key} could not be cancelled")
             raise
-        if job.state != "reserved":
+        if job.state not in HELD:
             self.complain(f"key {job.key} was cancelled while it was {job.state}")
         self._pending.append(lambda: self.model.end(job, "cancelled"))
 
@@ -919,6 +962,10 @@ class World:
         """Ends the threads of workers that stand somewhere."""
         for worker in self.workers.values():
             worker.kill(TAKEN)
+
+
+def _nats(steps: int) -> Decimal:
+    return Decimal(steps * EPSILON_STEP) / EPSILON_UNITS
 
 
 # --------------------------------------------------------------------------------------------------
