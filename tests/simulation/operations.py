@@ -143,7 +143,7 @@ def generate(seed: int, longest: int = LONGEST) -> Script:
         (2, lambda: ["lose message", draw.randrange(8)]),
         (4, lambda: ["deliver again", key()]),
         (2, lambda: ["broker", draw.random() < 0.5]),
-        (1, lambda: ["new code", draw.randrange(1, 3)]),
+        (2, lambda: ["new code", draw.randrange(1, 3)]),
         (3, lambda: ["download", key()]),
     )
     weights = [weight for weight, _ in choices]
