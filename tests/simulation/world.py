@@ -321,7 +321,6 @@ class SteppedStore(ArtifactStore):
 class Offer:
     """What a client asks for, and what it costs by the client's own arithmetic."""
 
-    kind: str
     mechanism: Mechanism | None
     charged: tuple[Cost, ...]
     costs: Costs
@@ -451,7 +450,7 @@ class World:
             costs: Costs = tuple(
                 (epsilon, delta) if f.order == "inf" else None for f in self.filters
             )
-            return Offer(kind, made, charged, costs, None, body)
+            return Offer(made, charged, costs, None, body)
         # So little is lost that any power of two is an honest upper bound of its cost.
         made = Gaussian(1000.0)
         costs = tuple(
@@ -461,7 +460,7 @@ class World:
             for f in self.filters
         )
         charged = tuple(Cost(INFINITE, INFINITE) if cost is None else Cost(*cost) for cost in costs)
-        return Offer(kind, made, charged, costs, None, body)
+        return Offer(made, charged, costs, None, body)
 
     def submit(self, key: int, kind: str, exponent: int, fate: str) -> None:
         """Asks for a job, as the endpoint does: a look, the transaction, and then the message."""
@@ -469,7 +468,7 @@ class World:
 
     def process(self, key: int, parent: int, fate: str) -> None:
         """Asks for post-processing of another key's release, which costs nothing."""
-        self._ask(key, Offer("process", None, (), (), parent, f"process {parent}"), fate)
+        self._ask(key, Offer(None, (), (), parent, f"process {parent}"), fate)
 
     def _ask(self, key: int, offer: Offer, fate: str) -> None:
         above = None if offer.parent is None else self.model.jobs.get(offer.parent)
