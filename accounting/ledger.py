@@ -600,8 +600,9 @@ def sweep(
         sa.or_(_overdue(now), sa.and_(lease_over, JobRow.attempts >= JobRow.max_attempts)),
     )
     shortest = microseconds(resend_after_seconds)
+    # A reserved job changed last when it was reserved or, if it waited for the owner, approved.
     waits_since = sa.case(
-        (JobRow.state == "reserved", JobRow.created_at), else_=JobRow.lease_expires_at
+        (JobRow.state == "reserved", JobRow.updated_at), else_=JobRow.lease_expires_at
     )
     waited = JobRow.sent_at - waits_since
     interval = sa.case(

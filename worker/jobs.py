@@ -93,7 +93,7 @@ def _attempt(settings: Settings, database: Database, job_id: str) -> int:
         job = session.get(JobRow, job_id)
         if job is None:
             raise NotFound
-        snapshot = session.get(SnapshotRow, job.snapshot_id)
+        snapshot = None if job.snapshot_id is None else session.get(SnapshotRow, job.snapshot_id)
         what = _job_digest(job, snapshot, device)
     seed = secrets.token_bytes(SEED_BYTES)
     with database.write() as session:

@@ -72,6 +72,18 @@ def test_a_waiting_charge_is_cancelled_or_expires(books: Books) -> None:
     assert books.verify().ok
 
 
+def test_the_lost_message_of_an_approved_job_is_soon_sent_again(books: Books) -> None:
+    """However long the owner took, the job has waited for a worker since the approval only."""
+    books.set_budget(approval_above="2")
+    waiting = books.reserve("2.5", ttl_seconds=86_400)
+    books.wait(3600)
+    books.approve(waiting.job_id)
+    books.wait(9)
+    assert books.sweep(resend=10) == ()
+    books.wait(1)
+    assert books.sweep(resend=10) == (waiting.job_id,)
+
+
 def test_an_approval_gives_the_job_its_whole_time(books: Books) -> None:
     books.set_budget(approval_above="2")
     waiting = books.reserve("2.5", ttl_seconds=60)

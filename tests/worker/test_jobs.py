@@ -97,9 +97,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class World:
-    """An installation with one dataset, and a reserved job."""
+    """An installation with one dataset, and a reserved job; its budget is for ``releases``."""
 
-    def __init__(self, settings: Settings, database: Database) -> None:
+    def __init__(self, settings: Settings, database: Database, releases: int = 1) -> None:
         self.settings = settings
         self.database = database
         ensure_keys(settings)
@@ -114,7 +114,11 @@ class World:
         self.snapshot_path = settings.snapshots_folder / snapshot.location
         now = jobs._now()
         budget = Budget.from_json(
-            {"epsilon": 50.0, "delta": 1e-5, "use": {"kind": "few_large", "releases": 1}}
+            {
+                "epsilon": 50.0 * releases,
+                "delta": 1e-5,
+                "use": {"kind": "few_large", "releases": releases},
+            }
         )
         with database.write() as session:
             session.add(OrganisationRow(id="org_1", name="one", created_at=now))
@@ -142,12 +146,16 @@ class World:
         self.plan = plan_denoise(
             SPEC, FACTS, budget, family, list_models(settings.public_models), bounds.renyi
         )
-        with database.write() as session:
-            self.job_id = ledger.reserve(
+        self.snapshot_id = snapshot.id
+        self.job_id = self.order("k")
+
+    def order(self, key: str) -> str:
+        with self.database.write() as session:
+            return ledger.reserve(
                 session,
                 dataset_id="ds_1",
                 organisation_id="org_1",
-                idempotency_key="k",
+                idempotency_key=key,
                 body_hash=digest(SPEC),
                 kind="denoise",
                 spec=SPEC,
@@ -155,11 +163,11 @@ class World:
                 post_processing=self.plan.post_processing,
                 certificate_epsilon=self.plan.certificate_epsilon.to_json(),
                 costs=self.plan.costs,
-                snapshot_id=snapshot.id,
+                snapshot_id=self.snapshot_id,
                 progress_total=self.plan.progress_total,
                 max_attempts=3,
                 ttl_seconds=3600,
-                now=now,
+                now=jobs._now(),
             ).job_id
 
     def run(self) -> int:
