@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from accounting import chain, ledger
+from accounting import admission, chain, ledger
 from accounting.chain import NEXT_STATES
 from accounting.tables import EntryRow, JobRow
 from tests.simulation.operations import Script, search, violation_of
@@ -97,8 +97,12 @@ def a_start_is_not_committed(patched: pytest.MonkeyPatch) -> None:
 
 
 def every_request_is_admitted(patched: pytest.MonkeyPatch) -> None:
-    for module in (ledger, chain):
+    for module in (admission, chain):
         patched.setattr(module, "admitting", lambda _states, _costs: (0,))
+
+
+def a_charge_is_not_counted(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(admission, "moved_totals", lambda totals, _costs, _sign: totals)
 
 
 def a_key_is_not_remembered(patched: pytest.MonkeyPatch) -> None:
@@ -137,6 +141,7 @@ FAULTS = [
     Fault(a_retry_may_run_other_code, 5, "had to be failed_charged"),
     Fault(a_start_is_not_committed, 2, "were read while the job was reserved"),
     Fault(every_request_is_admitted, 4, "had to be exhausted"),
+    Fault(a_charge_is_not_counted, 1, "had to hold"),
     Fault(a_key_is_not_remembered, 1, "the jobs are"),
     Fault(the_sweeper_sends_nothing_again, 2, "in limbo"),
 ]
