@@ -149,6 +149,22 @@ class Job:
         return release_id
 
 
+@dataclass
+class Plan:
+    """A plan as the service answered, with its jobs in order."""
+
+    json: Json
+    jobs: list[Job]
+
+    @property
+    def id(self) -> str:
+        return str(self.json["id"])
+
+    @property
+    def state(self) -> str:
+        return str(self.json["state"])
+
+
 class Client:
     """The service at ``base_url``, called with one key.
 
@@ -232,8 +248,29 @@ class Client:
         body = {"organisation": organisation, "scopes": list(scopes)}
         return self._json("POST", f"{_dataset(dataset)}/grants", json=body)
 
-    def set_budget(self, dataset: str, epsilon: float, delta: float, use: Json) -> Json:
-        body = {"epsilon": epsilon, "delta": delta, "use": use}
+    def set_budget(
+        self,
+        dataset: str,
+        epsilon: float,
+        delta: float,
+        use: Json,
+        *,
+        organisation_caps: Mapping[str, float] | None = None,
+        approval_above: float | None = None,
+    ) -> Json:
+        """Fixes the budget, or tightens it.
+
+        Args:
+            organisation_caps: the most epsilon of each organisation that is named.
+            approval_above: jobs charged more epsilon by basic composition wait for the owner.
+        """
+        body: Json = {"epsilon": epsilon, "delta": delta, "use": use}
+        if organisation_caps is not None:
+            body["organisation_caps"] = {
+                name: {"epsilon": cap} for name, cap in organisation_caps.items()
+            }
+        if approval_above is not None:
+            body["approval_above"] = {"epsilon": approval_above}
         return self._json("PUT", f"{_dataset(dataset)}/budget", json=body)
 
     def budget(self, dataset: str) -> Json:
@@ -276,6 +313,45 @@ class Client:
         )
         return Job(self, dict(answer.json()))
 
+    def create_plan(
+        self,
+        dataset: str,
+        specs: Sequence[Mapping[str, object]],
+        *,
+        order: str = "1",
+        idempotency_key: str | None = None,
+    ) -> Plan:
+        """Orders several jobs as one charge, which is less than one by one.
+
+        The other arguments and the errors are those of :meth:`create_job`.
+        """
+        body = {"jobs": [dict(spec) for spec in specs]}
+        key = idempotency_key
+        if key is None:
+            key = f"order-{digest({'dataset': dataset, **body, 'order': order})}"
+        answer = self.request(
+            "POST",
+            f"{_dataset(dataset)}/plans",
+            json=body,
+            headers={"Idempotency-Key": key},
+            repeat=True,
+        )
+        return self._plan(dict(answer.json()))
+
+    def get_plan(self, plan: str) -> Plan:
+        return self._plan(self._json("GET", f"/v1/plans/{quote(plan, safe='')}"))
+
+    def _plan(self, found: Json) -> Plan:
+        return Plan(found, [Job(self, dict(job)) for job in found["jobs"]])
+
+    def approve(self, job: str) -> Job:
+        """Lets a job that waits for its owner go ahead."""
+        return Job(self, self._json("POST", f"/v1/jobs/{quote(job, safe='')}/approve"))
+
+    def deny(self, job: str) -> Job:
+        """Refuses a job that waits for its owner; its charge is taken back."""
+        return Job(self, self._json("POST", f"/v1/jobs/{quote(job, safe='')}/deny"))
+
     def get_job(self, job: str) -> Job:
         return Job(self, self._json("GET", f"/v1/jobs/{quote(job, safe='')}"))
 
@@ -304,6 +380,10 @@ class Client:
 
     def ledger(self, dataset: str) -> Json:
         return self._json("GET", f"{_dataset(dataset)}/ledger")
+
+    def statement(self, dataset: str) -> Json:
+        """The books summed up: filters, organisations, and the use of the budget over time."""
+        return self._json("GET", f"{_dataset(dataset)}/statement")
 
     def verify_ledger(self, dataset: str) -> Json:
         return self._json("GET", f"{_dataset(dataset)}/ledger/verify")

@@ -70,6 +70,28 @@ def test_the_way_of_a_batch(world: World, owner: Client, requester: Client, tmp_
     assert requester.ready() is True
 
 
+def test_a_plan_and_an_approval(world: World, owner: Client, requester: Client) -> None:
+    dataset = owner.create_dataset({**FACTS, "name": "planned"})["id"]
+    owner.upload_snapshot(dataset, npz())
+    own = world.organisations["requester"]
+    use = BUDGET["use"]
+    owner.set_budget(dataset, 6.0, 1e-5, use, approval_above=1e-3, organisation_caps={own: 5.0})
+    owner.grant(dataset, own, ["quote", "request"])
+    plan = requester.create_plan(dataset, [SPEC, SPEC])
+    assert (plan.state, len(plan.jobs)) == ("awaiting_approval", 2)
+    assert requester.create_plan(dataset, [SPEC, SPEC]).id == plan.id
+    assert owner.approve(plan.jobs[0].id).state == "reserved"
+    assert requester.get_plan(plan.id).state == "reserved"
+    waiting = requester.create_job(dataset, SPEC)
+    assert owner.deny(waiting.id).state == "denied"
+    with pytest.raises(JobFailed):
+        waiting.wait()
+    release_of(world, plan.jobs[1].id)
+    statement = owner.statement(dataset)
+    assert [o["organisation"] for o in statement["organisations"]] == [own]
+    assert len(statement["over_time"]) == 1
+
+
 def test_questions_to_the_accountant(requester: Client) -> None:
     gaussian = {"kind": "gaussian", "noise_multiplier": 2.0}
     bracket = requester.epsilon(gaussian, 1e-5, tolerance=1e-6)

@@ -53,10 +53,14 @@ def test_the_curl_calls_of_the_readme(tmp_path: Path) -> None:
         assert batch["labels"].tolist() == [3] * 50 + [7] * 50
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     assert mechanism_from_json(certificate["mechanism"]).kind == "denoising_block"
-    # The last command's answer: signature and bound hold, from the certificate alone.
-    check = json.loads(done.stdout[done.stdout.rindex('{\n  "ok"') :])
+    # The last answers: signature and bound hold, from the certificate alone; and so do the books,
+    # from their export, with the certificate's place in them.
+    answers = done.stdout[done.stdout.rindex('{\n  "ok"') :]
+    check, end = json.JSONDecoder().raw_decode(answers)
     assert check["ok"] is True
     assert check["bracket_same"] is True
+    books = json.loads(answers[end:])
+    assert (books["ok"], books["certificates"], books["certificate_problems"]) == (True, 1, [])
 
 
 def test_the_question_of_the_readme(tmp_path: Path) -> None:
