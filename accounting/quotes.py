@@ -8,6 +8,7 @@ the budget. None of it depends on a record.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -450,12 +451,28 @@ def _auto(
         epsilon = (share - 1) / filters.EPSILON_UNITS
         delta = per_release.delta_per_release_units / filters.DELTA_UNITS
 
+    shortest = _block(_AUTO, outputs, facts, classes)
+    steps = _longest(shortest, epsilon, delta, epsilon_bound)
+    if steps == 0:
+        raise InvalidRequest(
+            "target" if target is not None else "outputs",
+            "no block of the auto preset is this private; ask for fewer outputs or a larger target",
+        )
+    return replace(_AUTO, block_steps=steps)
+
+
+@functools.lru_cache(maxsize=1024)  # a batch is quoted before it is ordered, and often again
+def _longest(
+    shortest: DenoisingBlock, epsilon: float, delta: float, epsilon_bound: EpsilonBound
+) -> int:
+    """How many steps the block may have at this epsilon; 0 if not even one."""
+
     def at(steps: int) -> DenoisingBlock:
-        return _block(_with_steps(_AUTO, steps), outputs, facts, classes)
+        return replace(shortest, block_steps=steps)
 
     # The Rényi bound is cheap and never below the true epsilon, so it finds a length that surely
     # fits; the tight bound then says whether a longer one fits too.
-    low, longest = 0, _AUTO.schedule.steps - 2  # one level is left to refine from
+    low, longest = 0, shortest.schedule.steps - 2  # one level is left to refine from
     high = longest
     while low < high:
         middle = (low + high + 1) // 2
@@ -465,16 +482,7 @@ def _auto(
             high = middle - 1
     while low < longest and epsilon_bound(at(low + 1), delta).upper <= epsilon:
         low += 1
-    if low == 0:
-        raise InvalidRequest(
-            "target" if target is not None else "outputs",
-            "no block of the auto preset is this private; ask for fewer outputs or a larger target",
-        )
-    return _with_steps(_AUTO, low)
-
-
-def _with_steps(preset: _Preset, steps: int) -> _Preset:
-    return replace(preset, block_steps=steps)
+    return low
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import cast
+from typing import Final, cast
 
-from sqlalchemy import select
+from sqlalchemy import and_, bindparam, select
 from sqlalchemy.orm import Session
 
 from accounting import ledger
@@ -26,6 +26,7 @@ from accounting.tables import (
     ChargeRow,
     DatasetRow,
     EntryRow,
+    FilterRow,
     JobRow,
     ReleaseRow,
 )
@@ -59,15 +60,15 @@ def require_budget(session: Session, dataset: DatasetRow) -> tuple[Budget, tuple
 
 def charge_json(filters: Sequence[Filter], costs: Sequence[Cost]) -> dict[str, object]:
     """``{"epsilon", "delta", "orders"}`` of one cost a filter."""
-    basic = next((c for f, c in zip(filters, costs, strict=True) if f.order == BASIC), None)
+    return _charge_json([(f.order, c) for f, c in zip(filters, costs, strict=True)])
+
+
+def _charge_json(by_order: Sequence[tuple[str, Cost]]) -> dict[str, object]:
+    basic = next((cost for order, cost in by_order if order == BASIC), None)
     return {
         "epsilon": None if basic is None else nats(basic.epsilon_units),
         "delta": None if basic is None else probability(basic.delta_units),
-        "orders": {
-            f.order: nats(c.epsilon_units)
-            for f, c in zip(filters, costs, strict=True)
-            if f.order != BASIC
-        },
+        "orders": {order: nats(cost.epsilon_units) for order, cost in by_order if order != BASIC},
     }
 
 
@@ -178,12 +179,23 @@ def _reserved(session: Session, dataset_id: str, filters: int) -> list[Cost]:
     return sums
 
 
-def costs_of_entry(session: Session, entry_id: str) -> tuple[Cost, ...]:
-    """The charge of one entry, one cost a filter; empty for post-processing."""
-    rows = session.scalars(
-        select(ChargeRow).where(ChargeRow.entry_id == entry_id).order_by(ChargeRow.position)
-    ).all()
-    return tuple(Cost(row.epsilon_units, row.delta_units) for row in rows)
+# Every answer about a job asks this; built once.
+_CHARGE_OF: Final = (
+    select(FilterRow.order, ChargeRow.epsilon_units, ChargeRow.delta_units)
+    .join(EntryRow, EntryRow.id == ChargeRow.entry_id)
+    .join(
+        FilterRow,
+        and_(FilterRow.dataset_id == EntryRow.books_id, FilterRow.position == ChargeRow.position),
+    )
+    .where(ChargeRow.entry_id == bindparam("entry"))
+    .order_by(ChargeRow.position)
+)
+
+
+def charge_of_entry(session: Session, entry_id: str) -> dict[str, object]:
+    """The charge of one entry as JSON; empty for post-processing."""
+    rows = session.execute(_CHARGE_OF, {"entry": entry_id}).all()
+    return _charge_json([(row[0], Cost(row[1], row[2])) for row in rows])
 
 
 def job_json(session: Session, job: JobRow) -> dict[str, object]:
@@ -192,9 +204,9 @@ def job_json(session: Session, job: JobRow) -> dict[str, object]:
     Attempts, leases, the times of changes and the cause of a failure are left out: they may tell of
     the private data.
     """
-    known = ledger.budget_of(session, job.dataset_id)
-    costs = costs_of_entry(session, job.entry_id)
-    release = session.scalar(select(ReleaseRow.id).where(ReleaseRow.job_id == job.id))
+    release = None
+    if job.state == "released":
+        release = session.scalar(select(ReleaseRow.id).where(ReleaseRow.job_id == job.id))
     return {
         "id": job.id,
         "dataset": job.dataset_id,
@@ -205,7 +217,7 @@ def job_json(session: Session, job: JobRow) -> dict[str, object]:
         "mechanism": job.mechanism,
         "post_processing": job.post_processing,
         "certificate_epsilon": job.certificate_epsilon,
-        "charge": charge_json(known[1] if known is not None and costs else (), costs),
+        "charge": charge_of_entry(session, job.entry_id),
         "progress": {"done": job.progress_done, "total": job.progress_total},
         "release": release,
         "problem": problem_body("job_failed") if job.state == "failed_charged" else None,
@@ -231,13 +243,12 @@ def organisation_json(
 
 def plan_json(session: Session, entry: EntryRow, jobs: Sequence[JobRow]) -> dict[str, object]:
     """A plan with its jobs, as its requester sees it."""
-    known = ledger.budget_of(session, entry.dataset_id)
     return {
         "id": entry.id,
         "dataset": entry.dataset_id,
         "state": entry.state,
         "created_at": rfc3339(entry.created_at),
-        "charge": charge_json(() if known is None else known[1], costs_of_entry(session, entry.id)),
+        "charge": charge_of_entry(session, entry.id),
         "jobs": [job_json(session, job) for job in jobs],
     }
 
