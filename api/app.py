@@ -34,7 +34,7 @@ from api.schemas import Problem
 from api.sweeper import Sweeper
 from worker.app import make_celery
 from worker.artifacts import ArtifactStore
-from worker.custody import ensure_keys, load_public_keys, load_sealer
+from worker.custody import ensure_keys, load_sealer
 from worker.settings import Settings, get_settings, service_version
 from worker.uploads import clear_stale_uploads
 
@@ -122,7 +122,6 @@ def _open(settings: Settings) -> deps.Service:
             question_limits=replace(limits, seconds=settings.question_seconds),
             peer_limits=replace(limits, seconds=settings.peer_seconds),
         ),
-        public_keys=load_public_keys(settings),
         celery=make_celery(settings),
     )
     try:

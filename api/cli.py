@@ -47,7 +47,12 @@ from api.auth import admin_key_exists, key_sha256, new_key
 from api.bodies import MAX_JSON_BYTES, strict_json
 from api.deps import new_id, now
 from api.problems import BY_CODE, problem_body
-from worker.custody import ensure_keys, load_public_keys, parse_public_keys
+from worker.custody import (
+    ensure_keys,
+    load_public_keys,
+    parse_public_keys,
+    rotate_signing_key,
+)
 from worker.serve import WorkerSupervisor, run_worker
 from worker.settings import Settings, get_settings
 
@@ -83,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("migrate", help="tables to this version's revision")
     command.set_defaults(run=_migrate)
+
+    command = commands.add_parser("rotate-signing-key", help="a new key for certificates to come")
+    command.set_defaults(run=_rotate)
 
     command = commands.add_parser("serve", help="the API, and a worker on the embedded default")
     command.add_argument("--host", help="address to listen on")
@@ -200,6 +208,11 @@ def _init(_: argparse.Namespace, settings: Settings) -> int:
             else "nothing to do: keys, tables and an admin key were there already",
         }
     )
+    return 0
+
+
+def _rotate(_: argparse.Namespace, settings: Settings) -> int:
+    _print({"key_id": rotate_signing_key(settings)})
     return 0
 
 

@@ -36,7 +36,7 @@ from api.auth import Principal
 from api.problems import ProblemError
 from worker.app import send
 from worker.artifacts import ArtifactStore
-from worker.custody import Sealer
+from worker.custody import Sealer, load_public_keys
 from worker.settings import Settings
 
 T = TypeVar("T")
@@ -178,11 +178,15 @@ class Service:
     sealer: Sealer
     artifacts: ArtifactStore
     accountant: Accountant
-    public_keys: dict[str, Ed25519PublicKey]
     celery: Celery
     # Reading an upload holds its pixels in memory, so few are read at a time. The others wait on
     # the event loop, where waiting takes no thread.
     uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UPLOADS_AT_ONCE))
+
+    @property
+    def public_keys(self) -> dict[str, Ed25519PublicKey]:
+        """Every key that ever signed here by its id, read anew: one may be rotated meanwhile."""
+        return load_public_keys(self.settings)
 
     def send(self, job_id: str) -> bool:
         """Hands a committed job's id to the broker; False leaves it to the sweeper."""

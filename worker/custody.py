@@ -6,8 +6,8 @@
 * **Derived keys** come from HKDF-SHA256 with the purpose as its info, so that one secret never
   serves two uses.
 
-Key files are made once, by :func:`ensure_keys`, and never overwritten. A key file that others can
-read is refused. Nothing here logs.
+Key files are made once, by :func:`ensure_keys`; only :func:`rotate_signing_key` replaces one. A key
+file that others can read is refused. Nothing here logs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, cast
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -159,12 +159,41 @@ def ensure_keys(settings: Settings) -> None:
     if not settings.sealing_key.get_secret_value():
         write_once(settings.keys_folder / SEALING_FILE, secrets.token_bytes(KEY_BYTES))
     if not settings.signing_key.get_secret_value():
-        pem = Ed25519PrivateKey.generate().private_bytes(
-            Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
-        )
-        write_once(settings.keys_folder / SIGNING_FILE, pem)
+        write_once(settings.keys_folder / SIGNING_FILE, _new_signing_key())
     load_sealer(settings)
-    public_key = load_signing_key(settings).public_key()
+    _publish(settings, load_signing_key(settings).public_key())
+
+
+def rotate_signing_key(settings: Settings) -> str:
+    """Replaces the key that signs certificates, and returns the new one's ``key_id``.
+
+    Its public half is published before anything is signed with it, and those of earlier keys stay:
+    old certificates still verify. A worker reads the key anew for each certificate.
+
+    Raises:
+        CustodyError: the signing key comes from the settings, which is where it is then changed.
+    """
+    if settings.signing_key.get_secret_value():
+        raise CustodyError("the signing key comes from the settings: change it there")
+    ensure_keys(settings)
+    pem = _new_signing_key()
+    public_key = cast(Ed25519PrivateKey, load_pem_private_key(pem, password=None)).public_key()
+    _publish(settings, public_key)
+    place = settings.keys_folder / SIGNING_FILE
+    fresh = place.with_name(f".{SIGNING_FILE}.{secrets.token_hex(8)}")
+    write_once(fresh, pem)
+    os.replace(fresh, place)
+    sync_folder(place.parent)
+    return key_id(public_key)
+
+
+def _new_signing_key() -> bytes:
+    return Ed25519PrivateKey.generate().private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+    )
+
+
+def _publish(settings: Settings, public_key: Ed25519PublicKey) -> None:
     record = {
         "key_id": key_id(public_key),
         "public_key": _base64url(public_key.public_bytes_raw()),

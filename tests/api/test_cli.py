@@ -240,9 +240,33 @@ def test_certificates_and_books_are_checked_without_the_service(
     assert (status, body["code"]) == (PROBLEM, "not_found")
 
 
-def test_an_exported_ledger_is_verified_without_the_service(
-    capsys: pytest.CaptureFixture[str], world: World, tmp_path: Path
+def test_a_rotated_key_signs_and_the_old_certificate_still_verifies(
+    capsys: pytest.CaptureFixture[str], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    use(world.settings, monkeypatch)
+    dataset = world.dataset()
+    first = release_of(world, world.order(dataset, "1").json()["id"])
+    status, body = run(capsys, "rotate-signing-key")
+    assert status == 0
+    second = release_of(world, world.order(dataset, "2").json()["id"])
+    signers = []
+    for release in (first, second):
+        certificate = world.owner.get(f"/v1/releases/{release}/certificate").json()
+        signers.append(certificate["service"]["key_id"])
+        check = world.owner.post("/v1/certificates/verify", json={"certificate": certificate})
+        assert check.json()["ok"] is True
+    assert signers[0] != signers[1] == body["key_id"]
+    published = world.nobody.get("/.well-known/epsilond-keys.json").json()["keys"]
+    assert {key["key_id"] for key in published} >= set(signers)
+
+
+def test_an_exported_ledger_is_verified_without_the_service(
+    capsys: pytest.CaptureFixture[str],
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(world.settings, monkeypatch)
     dataset = world.dataset()
     job = world.order(dataset, "k").json()["id"]
     release = release_of(world, job)

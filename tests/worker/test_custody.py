@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretStr
 
 from accounting.certificates import key_id
 from worker import custody
@@ -114,6 +115,23 @@ def test_another_kind_of_signing_key_is_refused(settings: Settings, text: str) -
     with pytest.raises(CustodyError) as raised:
         custody.ensure_keys(bad)
     assert text not in str(raised.value)
+
+
+def test_a_signing_key_is_rotated(settings: Settings) -> None:
+    custody.ensure_keys(settings)
+    before = key_id(custody.load_signing_key(settings).public_key())
+    made = custody.rotate_signing_key(settings)
+    assert made != before
+    assert key_id(custody.load_signing_key(settings).public_key()) == made
+    assert set(custody.load_public_keys(settings)) == {before, made}
+    assert _mode(settings.keys_folder / custody.SIGNING_FILE) & 0o077 == 0
+    assert [p.name for p in settings.keys_folder.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_signing_key_of_the_settings_is_rotated_there(settings: Settings) -> None:
+    held = Settings(home=settings.home, signing_key=SecretStr(_pem(Ed25519PrivateKey.generate())))
+    with pytest.raises(CustodyError, match="settings"):
+        custody.rotate_signing_key(held)
 
 
 def test_earlier_signing_keys_stay_published(settings: Settings) -> None:
