@@ -1,7 +1,8 @@
 """How fast the ledger is on PostgreSQL: the part *rates* of :mod:`bench.ledger`.
 
-*Bare* is the least that any such ledger does, in hand-written SQL beside it: lock the dataset's
-row, update it, insert one row of the same size, commit.
+Beside it, in one run: *bare* is the least that any such ledger does, in hand-written SQL: lock a
+row, update it, insert one row, commit. *The same rows* is the ledger's own SQL with ready-made
+values: lock, update, and the rows of entry, charges, job and chain, without rule, hash or SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, Final
 import httpx
 import numpy as np
 import psycopg
+import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 
 from accounting import chain, ledger
@@ -269,6 +271,55 @@ def _bare(books: Sequence[Books], barrier: Barrier, seconds: float, place: int) 
     return done
 
 
+def _captured(books: Books) -> tuple[str, str, dict[str, Any]]:
+    """(the SQL that locks, the SQL that writes, its parameters) of one real reservation."""
+    seen: list[tuple[str, Any]] = []
+
+    def keep(_c: Any, _k: Any, statement: str, parameters: Any, *_: Any) -> None:
+        seen.append((statement, parameters))
+
+    database = Database(books.url)
+    sa.event.listen(sa.Engine, "before_cursor_execute", keep)
+    try:
+        reserve(database, books)
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", keep)
+        database.dispose()
+    lock = next(statement for statement, _ in seen if "FOR UPDATE" in statement)
+    write, parameters = next((s, p) for s, p in seen if s.startswith("WITH"))
+    return lock, write, dict(parameters)
+
+
+def _same_rows(books: Sequence[Books], barrier: Barrier, seconds: float, place: int) -> int:
+    lock, write, made = _captured(books[place % len(books)])
+    # The names of all parameters that hold a value of the captured reservation.
+    held = {value: [n for n, v in made.items() if v == value] for value in map(str, made.values())}
+    entry, job = (next(v for v in held if v.startswith(p)) for p in ("ent_", "job_"))
+    dataset, snapshot = (next(v for v in held if v.startswith(p)) for p in ("ds_", "snap_"))
+    numbered = [n for n, v in made.items() if v == made["new_sequence"] and n != "positions"]
+    with psycopg.connect(_plain(books[0].url)) as connection:
+        barrier.wait()
+        end, done = time.monotonic() + seconds, 0
+        for turn in itertools.count(place):
+            if time.monotonic() > end:
+                break
+            dataset_id = books[turn % len(books)].dataset_id
+            fresh = {
+                dataset: dataset_id,
+                snapshot: dataset_id.replace("ds_", "snap_"),
+                entry: f"ent_{secrets.token_hex(16)}",
+                job: f"job_{secrets.token_hex(16)}",
+            }
+            values = made | {name: new for old, new in fresh.items() for name in held[old]}
+            values["j6"] = secrets.token_hex(8)
+            with connection.transaction():
+                row = connection.execute(lock, {"dataset": dataset_id}).fetchone()
+                sequence = (row[1] if row else 0) + 1
+                connection.execute(write, values | dict.fromkeys(numbered, sequence))
+            done += 1
+    return done
+
+
 Worker = Callable[[Sequence[Books], Barrier, float, int], int]
 
 
@@ -294,10 +345,8 @@ def rate(work: Worker, books: Sequence[Books], *, processes: int, seconds: float
     return total / seconds
 
 
-def rates(
-    books: Sequence[Books], *, processes: int, seconds: float, rounds: int
-) -> tuple[float, float]:
-    """(the ledger's, the bare transaction's) median rate of rounds that take turns."""
+def rates(books: Sequence[Books], *, processes: int, seconds: float, rounds: int) -> list[float]:
+    """Median rates of the ledger, of its rows by hand, and of the bare transaction, in turns."""
     with psycopg.connect(_plain(books[0].url), autocommit=True) as connection:
         connection.execute("DROP TABLE IF EXISTS bare_rows; DROP TABLE IF EXISTS bare")
         connection.execute("CREATE TABLE bare (id int PRIMARY KEY, spent bigint NOT NULL)")
@@ -308,11 +357,11 @@ def rates(
         connection.execute(
             "INSERT INTO bare SELECT i, 0 FROM generate_series(0, %s) i", (len(books) - 1,)
         )
-    found: dict[Worker, list[float]] = {_reserving: [], _bare: []}
+    found: dict[Worker, list[float]] = {_reserving: [], _same_rows: [], _bare: []}
     for _ in range(rounds):
         for work, seen in found.items():
             seen.append(rate(work, books, processes=processes, seconds=seconds))
-    return statistics.median(found[_reserving]), statistics.median(found[_bare])
+    return [statistics.median(seen) for seen in found.values()]
 
 
 def reserve_ms(database: Database, several: Sequence[Books], *, rounds: int) -> list[float]:
@@ -459,8 +508,8 @@ def rate_tables(
         hot = [make_books(database, 0)]
         many = [make_books(database, 1 + i) for i in range(64)]
         load = {"processes": processes, "seconds": seconds, "rounds": rounds}
-        hot_rate, hot_bare = rates(hot, **load)  # type: ignore[arg-type]
-        many_rate, many_bare = rates(many, **load)  # type: ignore[arg-type]
+        on_one = rates(hot, **load)  # type: ignore[arg-type]
+        on_many = rates(many, **load)  # type: ignore[arg-type]
         http_rate, times, statuses = over_http(url, clients=processes, seconds=seconds)
         few, full, checked = (make_books(database, 100 + i) for i in range(3))
         fill(database, few, 10)
@@ -476,8 +525,11 @@ def rate_tables(
         database.dispose()
     refused = sum(count for status, count in statuses.items() if status not in (202, 409))
     targets = [
-        target_row("reserve on one dataset, over bare", hot_rate / hot_bare, 0.6, "", most=False),
-        target_row("reserve on 64 datasets, over bare", many_rate / many_bare, 0.6, "", most=False),
+        target_row(f"reserve on {where}, over {what}", found[0] / found[i], 0.6, "", most=False)
+        for where, found in (("one dataset", on_one), ("64 datasets", on_many))
+        for i, what in ((2, "bare"), (1, "the same rows"))
+    ]
+    targets += [
         target_row("reservations through HTTP", http_rate, 100, "a second", most=False),
         target_row("errors but 409 through HTTP", refused, 0, ""),
         target_row(f"reserve at {entries:,} entries over 10", full_ms / few_ms, 1.2, "times"),
@@ -488,16 +540,14 @@ def rate_tables(
         f"One run of `python -m bench.ledger --part rates` on {machine()}; PostgreSQL {version} "
         f"on the same cores, fsync {fsync}; {processes} processes, or HTTP clients of one API "
         f"process, for {seconds:g} s each; medians of {rounds} rounds that take turns. *Bare* is a "
-        "hand-written transaction: lock the dataset's row, update it, insert one row as large.",
+        "hand-written transaction: lock a row, update it, insert one row. *The same rows* is the "
+        "ledger's own SQL with ready-made values: no rule, no hash, no SQLAlchemy.",
         table(["what", "figure", "target", "met"], targets),
         table(
-            ["reservations a second", "the ledger", "bare", "ratio"],
+            ["reservations a second", "the ledger", "the same rows", "bare"],
             [
-                [label, figure(own), figure(bare), figure(own / bare)]
-                for label, own, bare in (
-                    ("one hot dataset", hot_rate, hot_bare),
-                    ("64 datasets", many_rate, many_bare),
-                )
+                [where, *(figure(each) for each in found)]
+                for where, found in (("one hot dataset", on_one), ("64 datasets", on_many))
             ],
         ),
         table(
