@@ -2,7 +2,7 @@
 
 Beside it, in one run: *bare* is the least that any such ledger does, in hand-written SQL: lock a
 row, update it, insert one row, commit. *The same rows* is the ledger's own SQL with ready-made
-values: lock, update, and the rows of entry, charges, job and chain; no rule, no hash, no SQLAlchemy.
+values: lock, update, the rows of entry, charges, job and chain; no rule, no hash, no SQLAlchemy.
 """
 
 from __future__ import annotations
