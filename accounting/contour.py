@@ -162,7 +162,14 @@ class _Transform:
             value = 0.5 * np.log1p(np.maximum(square, -1.0)) + 1j * np.arctan2(y, 1.0 + x)
             size = np.abs(x) + np.abs(y)
             modulus2 = np.maximum(1.0 + square, 1e-300)
-            return value, 2.0 * _LIB * (size * (1.0 + size) / modulus2 + np.abs(value))
+            error = 2.0 * _LIB * (size * (1.0 + size) / modulus2 + np.abs(value))
+            small = modulus2 < 0.25
+            if not small.any():
+                return value, error
+            # Far from 1 the square's digits cancel, and the sum's own do not.
+            plain = np.log(self.values())
+            plain_error = _LIB * (6.0 + np.abs(plain.real))
+            return np.where(small, plain, value), np.where(small, plain_error, error)
         value = np.log(self.values())
         return value, _LIB * (6.0 + np.abs(value.real))
 
@@ -413,7 +420,9 @@ class _Sampled:
             share = np.exp(np.minimum(0.0, log_in + 0.3 * mu - log_u))
             weight = -0.5 * middle * middle + k * log_u - _LOG_SQRT_2PI - log_phi
             # A first guess at the density of panels, from the local rate of the integrand's phase.
+            # Far below what may be missed, that phase may turn many times within a panel.
             ease = np.clip(1.0 - weight / 60.0, 1.0, 3.0)
+            ease = np.maximum(ease, -0.3 * (weight + 45.0))
             rate = 0.035 * (t + abs(k)) * mu * share / ease + 0.16
             total = np.concatenate([[0.0], np.cumsum(rate * (grid[1] - grid[0]))])
             if not total[-1] * _NODES < MAX_Z_NODES:
@@ -1281,7 +1290,8 @@ class Contour:
                 relative += 2.0 * _LIB * math.fsum(p.count for p in whole.parts)
                 error += most * relative
                 psi = psi * -np.expm1(log_rest)
-            lost = ~(np.isfinite(psi) & np.isfinite(error) & (np.abs(psi) <= 2.0 * most))
+            # Where the sum knows less of a value than its modulus, that is all it says.
+            lost = ~(np.isfinite(psi) & (error <= most) & (np.abs(psi) <= 2.0 * most))
         psi[lost] = 0.0
         error[lost] = most[lost]
         if not np.isfinite(error).all():
