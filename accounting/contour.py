@@ -69,6 +69,7 @@ _CHUNK: Final = 512  # nodes summed at a time: bounds the rounding of a sum, and
 _MANY: Final = 24  # parts beyond which parameters are chosen with less care
 _LEAST_NORMAL: Final = 2.3e-308
 _WIDE: Final = 1e-60  # outside of windows for a first look, when delta may be anything
+_LONG: Final = 2.0 * math.pi * 2_000.0  # of a sum that is worth looking for a shorter one
 _ENOUGH: Final = 45.0  # nats of decay beyond which a truncated sum's rest is nothing
 
 _AT_ONCE: Final = 2**19  # terms of a sum over nodes and epsilons that are held at a time
@@ -1589,7 +1590,8 @@ def _planned(
         plan = None
     if plan is not None:
         decays = plan.smoothing == 0.0 and plan.lost <= most_lost
-        if decays or spare > 0.0 or not whole.heavy:
+        short = plan.reach * plan.period < _LONG
+        if (decays and short) or spare > 0.0 or not whole.heavy:
             return plan
         marked = _marked(whole, plan, epsilon, log_delta, outside, accuracy)
         if marked is not None:
