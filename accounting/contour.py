@@ -1600,11 +1600,12 @@ def _planned(
     for _ in range(2):
         below = math.log(max(whole.large_below_sum, 1e-300))
         # With room for a guess at epsilon that is too low.
-        whole.cut(outside, whole.split_cap(epsilon, log_share - below) + 1.0 / slope)
+        room = min(1.0 / slope, max(epsilon, 0.1))
+        whole.cut(outside, whole.split_cap(epsilon, log_share - below) + room)
         if not whole.capped:
             break
     if whole.capped:
-        rest = max(delta - whole.large_at(epsilon), 0.02 * delta)
+        rest = max(delta - whole.large_at(epsilon), min(0.02, 0.1 * room * slope) * delta)
         finer = min(accuracy * delta / rest, 0.3)
         split = whole.plan(epsilon, math.log(rest), finer, smoothing, most_lost, spare)
         shorter = plan is None or split.reach * split.period < 0.7 * plan.reach * plan.period
