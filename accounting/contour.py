@@ -1496,7 +1496,8 @@ def epsilon(whole: Composition, delta: float, tolerance: Callable[[float], float
     reason = ""
     whole.cut(delta * 1e-4)
     bound, slope = whole.chernoff_epsilon(log_delta)
-    at = max(bound - 1.5 / slope, 0.0)
+    # Never at 0 itself, where no digit would be enough.
+    at = max(bound - 1.5 / slope, 0.1 * bound) if bound > 0.0 else 0.01 / slope
     most_lost, loosen, tighten, outside, single = 20.0, 1.0, 1.0, 0.03, whole.heavy
     otherwise: tuple[float, float] | None = None  # a guess, should the one being tried fail
     for turn in range(8):
@@ -1527,7 +1528,11 @@ def epsilon(whole: Composition, delta: float, tolerance: Callable[[float], float
             reason = ""
             break
         if high == math.inf:
-            loosen *= 10.0
+            if low > at:
+                at = math.sqrt(low * max(bound, 4.0 * low))
+                slope = whole.chernoff_log_delta(at)[1]
+            else:
+                loosen *= 10.0
             continue
         if low > 0.5 * high:
             new_at, new_slope = 0.5 * (low + high), contour.slope(0.5 * (low + high))
