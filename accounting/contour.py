@@ -160,17 +160,17 @@ class _Transform:
         x, y = self.excess.real, self.excess.imag
         if self.rest == 1.0:
             square = 2.0 * x + (x * x + y * y)
-            value = 0.5 * np.log1p(np.maximum(square, -1.0)) + 1j * np.arctan2(y, 1.0 + x)
+            small = square < -0.75
+            square = np.maximum(square, -0.75)
+            value = 0.5 * np.log1p(square) + 1j * np.arctan2(y, 1.0 + x)
             size = np.abs(x) + np.abs(y)
-            modulus2 = np.maximum(1.0 + square, 1e-300)
-            error = 2.0 * _LIB * (size * (1.0 + size) / modulus2 + np.abs(value))
-            small = modulus2 < 0.25
-            if not small.any():
-                return value, error
-            # Far from 1 the square's digits cancel, and the sum's own do not.
-            plain = np.log(self.values())
-            plain_error = _LIB * (6.0 + np.abs(plain.real))
-            return np.where(small, plain, value), np.where(small, plain_error, error)
+            error = 2.0 * _LIB * (size * (1.0 + size) / (1.0 + square) + np.abs(value))
+            if small.any():
+                # Far from 1 the square's digits cancel, and the sum's own do not.
+                plain = np.log(self.values())
+                value = np.where(small, plain, value)
+                error = np.where(small, _LIB * (6.0 + np.abs(plain.real)), error)
+            return value, error
         value = np.log(self.values())
         return value, _LIB * (6.0 + np.abs(value.real))
 
