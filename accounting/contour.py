@@ -69,6 +69,7 @@ _CHUNK: Final = 512  # nodes summed at a time: bounds the rounding of a sum, and
 _MANY: Final = 24  # parts beyond which parameters are chosen with less care
 _LEAST_NORMAL: Final = 2.3e-308
 _WIDE: Final = 1e-60  # outside of windows for a first look, when delta may be anything
+_LONG: Final = 2.0 * math.pi * 2_000.0  # of a sum that is worth looking for a shorter one
 _ENOUGH: Final = 45.0  # nats of decay beyond which a truncated sum's rest is nothing
 
 _AT_ONCE: Final = 2**19  # terms of a sum over nodes and epsilons that are held at a time
@@ -159,10 +160,17 @@ class _Transform:
         x, y = self.excess.real, self.excess.imag
         if self.rest == 1.0:
             square = 2.0 * x + (x * x + y * y)
-            value = 0.5 * np.log1p(np.maximum(square, -1.0)) + 1j * np.arctan2(y, 1.0 + x)
+            small = square < -0.75
+            square = np.maximum(square, -0.75)
+            value = 0.5 * np.log1p(square) + 1j * np.arctan2(y, 1.0 + x)
             size = np.abs(x) + np.abs(y)
-            modulus2 = np.maximum(1.0 + square, 1e-300)
-            return value, 2.0 * _LIB * (size * (1.0 + size) / modulus2 + np.abs(value))
+            error = 2.0 * _LIB * (size * (1.0 + size) / (1.0 + square) + np.abs(value))
+            if small.any():
+                # Far from 1 the square's digits cancel, and the sum's own do not.
+                plain = np.log(self.values())
+                value = np.where(small, plain, value)
+                error = np.where(small, _LIB * (6.0 + np.abs(plain.real)), error)
+            return value, error
         value = np.log(self.values())
         return value, _LIB * (6.0 + np.abs(value.real))
 
@@ -413,7 +421,9 @@ class _Sampled:
             share = np.exp(np.minimum(0.0, log_in + 0.3 * mu - log_u))
             weight = -0.5 * middle * middle + k * log_u - _LOG_SQRT_2PI - log_phi
             # A first guess at the density of panels, from the local rate of the integrand's phase.
+            # Far below what may be missed, that phase may turn many times within a panel.
             ease = np.clip(1.0 - weight / 60.0, 1.0, 3.0)
+            ease = np.maximum(ease, -0.3 * (weight + 45.0))
             rate = 0.035 * (t + abs(k)) * mu * share / ease + 0.16
             total = np.concatenate([[0.0], np.cumsum(rate * (grid[1] - grid[0]))])
             if not total[-1] * _NODES < MAX_Z_NODES:
@@ -1281,7 +1291,8 @@ class Contour:
                 relative += 2.0 * _LIB * math.fsum(p.count for p in whole.parts)
                 error += most * relative
                 psi = psi * -np.expm1(log_rest)
-            lost = ~(np.isfinite(psi) & np.isfinite(error) & (np.abs(psi) <= 2.0 * most))
+            # Where the sum knows less of a value than its modulus, that is all it says.
+            lost = ~(np.isfinite(psi) & (error <= most) & (np.abs(psi) <= 2.0 * most))
         psi[lost] = 0.0
         error[lost] = most[lost]
         if not np.isfinite(error).all():
@@ -1485,7 +1496,8 @@ def epsilon(whole: Composition, delta: float, tolerance: Callable[[float], float
     reason = ""
     whole.cut(delta * 1e-4)
     bound, slope = whole.chernoff_epsilon(log_delta)
-    at = max(bound - 1.5 / slope, 0.0)
+    # Never at 0 itself, where no digit would be enough.
+    at = max(bound - 1.5 / slope, 0.1 * bound) if bound > 0.0 else 0.01 / slope
     most_lost, loosen, tighten, outside, single = 20.0, 1.0, 1.0, 0.03, whole.heavy
     otherwise: tuple[float, float] | None = None  # a guess, should the one being tried fail
     for turn in range(8):
@@ -1516,7 +1528,11 @@ def epsilon(whole: Composition, delta: float, tolerance: Callable[[float], float
             reason = ""
             break
         if high == math.inf:
-            loosen *= 10.0
+            if low > at:
+                at = math.sqrt(low * max(bound, 4.0 * low))
+                slope = whole.chernoff_log_delta(at)[1]
+            else:
+                loosen *= 10.0
             continue
         if low > 0.5 * high:
             new_at, new_slope = 0.5 * (low + high), contour.slope(0.5 * (low + high))
@@ -1579,7 +1595,8 @@ def _planned(
         plan = None
     if plan is not None:
         decays = plan.smoothing == 0.0 and plan.lost <= most_lost
-        if decays or spare > 0.0 or not whole.heavy:
+        short = plan.reach * plan.period < _LONG
+        if (decays and short) or spare > 0.0 or not whole.heavy:
             return plan
         marked = _marked(whole, plan, epsilon, log_delta, outside, accuracy)
         if marked is not None:
@@ -1588,11 +1605,12 @@ def _planned(
     for _ in range(2):
         below = math.log(max(whole.large_below_sum, 1e-300))
         # With room for a guess at epsilon that is too low.
-        whole.cut(outside, whole.split_cap(epsilon, log_share - below) + 1.0 / slope)
+        room = min(1.0 / slope, max(epsilon, 0.1))
+        whole.cut(outside, whole.split_cap(epsilon, log_share - below) + room)
         if not whole.capped:
             break
     if whole.capped:
-        rest = max(delta - whole.large_at(epsilon), 0.02 * delta)
+        rest = max(delta - whole.large_at(epsilon), min(0.02, 0.1 * room * slope) * delta)
         finer = min(accuracy * delta / rest, 0.3)
         split = whole.plan(epsilon, math.log(rest), finer, smoothing, most_lost, spare)
         shorter = plan is None or split.reach * split.period < 0.7 * plan.reach * plan.period

@@ -584,6 +584,82 @@ def test_splitting_a_composition_changes_nothing(
     assert found.upper - found.lower <= max(1e-3 * found.upper, 1e-5)
 
 
+# Chernoff's bound says little of these: a few rare inclusions decide, or bounded losses' largest
+# sum, or delta is nearly flat, or large; or a transform decays far below 1.
+AWKWARD = [
+    (subsampled(3.9616e-06, 0.101155, 51), 0.000201953),
+    (
+        composition(
+            laplace(0.416475),
+            subsampled(1.24207e-05, 0.314897, 4),
+            subsampled(4.11525e-05, 7.88116, 113),
+        ),
+        0.000100759,
+    ),
+    (
+        composition(
+            subsampled(0.000137099, 19.545, 260),
+            subsampled(0.0273998, 10.86, 2),
+            subsampled(1.18652e-06, 0.201672, 3),
+        ),
+        1.21804e-05,
+    ),
+    (subsampled(1.90298e-06, 0.365021, 28979), 0.000612095),
+    (composition(subsampled(2.13875e-06, 0.76403, 43), response(0.135762, 8)), 2.80765e-10),
+    (subsampled(0.786707, 0.223697, 4), 0.9),
+    (
+        composition(
+            subsampled(4.4625e-07, 1.77505, 7741),
+            subsampled(9.11688e-05, 0.430642, 16581),
+            subsampled(0.000103261, 0.21384, 10600),
+        ),
+        0.392734,
+    ),
+]
+# And these ball arithmetic confirms within seconds.
+CONFIRMED = [
+    (
+        composition(subsampled(0.000408435, 0.346981, 100), subsampled(0.99999124096, 10.3176, 1)),
+        1.3852e-06,
+    ),
+    (
+        composition(
+            subsampled(3.55297e-06, 9.60351, 118),
+            laplace(0.258045, 4),
+            subsampled(0.00022095, 0.859476, 1),
+        ),
+        9.41764e-11,
+    ),
+    (
+        composition(declared(0.0502593, 1e-13, 5), subsampled(9.06759e-05, 0.393183, 17)),
+        3.35231e-05,
+    ),
+    (composition(response(0.819651, 3), subsampled(0.0414004, 16.2762, 1)), 3.16975e-12),
+    (composition(laplace(1.39408), subsampled(0.00975995, 5.08812, 1)), 2.07165e-12),
+]
+
+
+@pytest.mark.parametrize(("m", "delta"), AWKWARD + CONFIRMED, ids=repr)
+def test_awkward_brackets_are_tight(m: Any, delta: float) -> None:
+    found = accounting.epsilon(m, delta)
+    assert is_tight(found)
+    assert found.method == "contour"
+    at_upper, at_lower = (
+        rigorous.delta_enclosure(m, end, width=1e-2, seconds=1.0)
+        for end in (found.upper, found.lower)
+    )
+    assert at_upper[0] <= delta <= at_lower[1]
+
+
+@pytest.mark.parametrize(("m", "delta"), CONFIRMED, ids=repr)
+def test_awkward_brackets_are_confirmed(m: Any, delta: float) -> None:
+    found = accounting.epsilon(m, delta)
+    assert rigorous.confirm_upper(m, found.upper, delta)
+    # No smaller epsilon than the lower end will do.
+    below = 0.999 * found.lower
+    assert rigorous.confirm_upper(m, below, delta) is False
+
+
 def test_a_thousand_different_parts() -> None:
     parts = [subsampled(0.005 + 1e-5 * i, 1.0 + i / 500, 5) for i in range(1000)]
     found = accounting.epsilon(composition(*parts), 1e-6)

@@ -16,7 +16,7 @@ from flint import acb, arb, ctx
 from scipy.special import log_ndtr
 
 from accounting import contour, gaussian_dp, rigorous
-from accounting.contour import _LIB, Composition, Contour, Direction, U, _Plan, _Sampled
+from accounting.contour import _LIB, Composition, Contour, Direction, U, _Plan, _Sampled, _Transform
 from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
 from accounting.rigorous import _bits
 
@@ -206,6 +206,27 @@ def test_transforms_are_right_within_their_error(term: GaussianTerm, direction: 
                 assert abs(ours - true) <= found.error[i], (tilt, t)
         # and the errors are small, not just right
         assert found.error[0] <= 1e-9 * abs(values[0])
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-4, 0.3, 0.7])
+def test_logarithms_of_transforms_far_from_one(size: float) -> None:
+    """A sampled output's transform, kept as its difference from 1, may decay to nothing."""
+    turns = np.exp(1j * np.random.default_rng(3).uniform(-math.pi, math.pi, 200))
+    part = _Transform(size * turns - 1.0, np.zeros(200), 1.0, 0.0, 1)
+    values, errors = part.log()
+    assert errors.max() < 1e-12
+    with _bits(200):
+        for x, value, error in zip(part.excess, values, errors, strict=True):
+            assert abs((acb(x) + 1).log() - acb(value)).upper() <= error
+
+
+def test_where_a_transform_is_lost_it_counts_as_its_bound() -> None:
+    """Nodes far beyond its decay add their modulus to the error, and no more."""
+    terms = (GaussianTerm(1 - 1e-5, 0.1, 1), GaussianTerm(4e-4, 2.88, 100))
+    whole = Composition(terms, "remove")
+    whole.cut(1e-12)
+    contour_ = Contour(whole, _Plan(1.0, 3.0, 40.0, 0.0, 200.0, 0.0))
+    assert contour_.error_terms(7.0)["rounding_and_quadrature"] < 1e-10
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
