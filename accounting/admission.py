@@ -125,16 +125,13 @@ def existing_job(
     Raises:
         IdempotencyMismatch: the key was used with another body.
     """
-    job = session.execute(
-        sa.select(JobRow).where(
-            JobRow.organisation_id == organisation_id,
-            JobRow.dataset_id == dataset_id,
-            JobRow.idempotency_key == idempotency_key,
-        )
-    ).scalar_one_or_none()
-    if job is not None and job.body_hash != body_hash:
-        raise IdempotencyMismatch("this Idempotency-Key was used before with another body")
-    return job
+    found = session.execute(
+        _WITH_KEY, {"organisation": organisation_id, "dataset": dataset_id, "key": idempotency_key}
+    ).one_or_none()
+    if found is None:
+        return None
+    _check_body(found.body_hash, body_hash)
+    return session.get_one(JobRow, found.id)
 
 
 def reserve(
@@ -542,6 +539,12 @@ def _delta(units: int) -> float | str:
 # Statements
 # --------------------------------------------------------------------------------------------------
 
+# Built once: each order asks these.
+_WITH_KEY: Final = sa.select(JobRow.id, JobRow.body_hash).where(
+    JobRow.organisation_id == sa.bindparam("organisation"),
+    JobRow.dataset_id == sa.bindparam("dataset"),
+    JobRow.idempotency_key == sa.bindparam("key"),
+)
 _Asked = aliased(DatasetRow)
 _LOCK: Final = (
     sa.select(DatasetRow.id, DatasetRow.chain_sequence, DatasetRow.chain_hash, DatasetRow.totals)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
-from sqlalchemy import select
+from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from accounting import bounds, filters, ledger, quotes
@@ -227,7 +227,6 @@ def create_job(
                 ttl_seconds=service.settings.reservation_seconds,
                 now=now(),
             )
-            answer = reports.job_json(session, session.get_one(JobRow, made.job_id))
     except BudgetExhausted as error:
         with service.database.read() as session:
             states = ledger.states(session, dataset_id)
@@ -243,6 +242,9 @@ def create_job(
     if made.created and made.state == "reserved":
         # The database is the queue of record: a message that is not taken is sent again.
         service.send(made.job_id)
+    # Read after the commit: nobody else waits for the lock meanwhile.
+    with service.database.read() as session:
+        answer = reports.job_json(session, session.get_one(JobRow, made.job_id))
     return _accepted(response, answer)
 
 
@@ -251,13 +253,17 @@ def _accepted(response: Response, job: dict[str, object]) -> dict[str, object]:
     return job
 
 
+# Built once: each order asks this.
+_NEWEST = (
+    select(SnapshotRow.id)
+    .where(SnapshotRow.dataset_id == bindparam("dataset"))
+    .order_by(SnapshotRow.created_at.desc(), SnapshotRow.id.desc())
+    .limit(1)
+)
+
+
 def _newest_snapshot(session: Session, dataset_id: str) -> str:
-    snapshot_id = session.scalar(
-        select(SnapshotRow.id)
-        .where(SnapshotRow.dataset_id == dataset_id)
-        .order_by(SnapshotRow.created_at.desc(), SnapshotRow.id.desc())
-        .limit(1)
-    )
+    snapshot_id = session.scalar(_NEWEST, {"dataset": dataset_id})
     if snapshot_id is None:
         raise Conflict("no_snapshot", "the dataset has no snapshot of private records yet")
     return snapshot_id
@@ -465,11 +471,11 @@ def create_plan(
             ttl_seconds=service.settings.reservation_seconds,
             now=now(),
         )
-        answer = _plan_accepted(session, response, made.entry_id)
     if made.created and made.state == "reserved":
         for job_id in made.job_ids:
             service.send(job_id)
-    return answer
+    with service.database.read() as session:
+        return _plan_accepted(session, response, made.entry_id)
 
 
 def _added(plans: Sequence[quotes.JobPlan]) -> list[Cost]:
