@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -25,7 +24,8 @@ from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 
-from accounting import closed_forms, contour, cumulants, gaussian_dp
+from accounting import closed_forms, contour, cumulants
+from accounting.clock import Clock
 from accounting.errors import InvalidRequest
 from accounting.mechanisms import (
     NEIGHBORING_RELATION,
@@ -49,6 +49,11 @@ LEAST_TOLERANCE: Final = 1e-9
 NEGLIGIBLE: Final = 1e-7  # a width of epsilon that is narrow enough, however small epsilon is
 
 _MANY_TERMS: Final = 100
+_NO_LESS: Final = "double precision, or the limit on work, allowed no less"
+# Parts that count by their total variation distance: where the others have a closed form, and
+# where the contour finds none with all of them, as a share of delta.
+_MOST_ABSORBED: Final = 0.1
+_TINY: Final = 1e-4
 _STANDS_FOR_MANY: Final = "one pair stands for many classes, so the upper end is not tight"
 
 Direction = Literal["remove", "add", "both"]
@@ -97,7 +102,10 @@ class Bracket:
 
 @dataclass(frozen=True)
 class DeltaBracket:
-    """The mechanism's delta at ``epsilon`` lies in [lower, upper]; fields as in Bracket."""
+    """The mechanism's delta at ``epsilon`` lies in [lower, upper]; fields as in Bracket.
+
+    What is aimed at is a width of contour.ACCURACY of the upper end.
+    """
 
     lower: float
     upper: float
@@ -182,17 +190,17 @@ def _ask(
     name: float | str | None,
 ) -> Bracket:
     def compute() -> tuple[Bracket, bool]:
-        end = time.monotonic() + limits.seconds
-        answers = [_epsilon(terms, delta, wanted, end) for terms in dominating_terms(m)]
+        clock = Clock(limits.seconds)
+        answers = [_epsilon(terms, delta, wanted, clock) for terms in dominating_terms(m)]
         worst = max(answers, key=lambda b: b.upper)
         lower = max(a.lower for a in answers)
         below = realised_terms(m)
         if below is not None:
-            asked = (_epsilon(terms, delta, wanted, end).lower for terms in below)
+            asked = (_epsilon(terms, delta, wanted, clock).lower for terms in below)
             lower = min(worst.upper, max(asked))
             worst = replace(worst, reason=_STANDS_FOR_MANY)
         # What the time cut short would be another answer on an idle machine.
-        return replace(worst, lower=lower), time.monotonic() < end
+        return replace(worst, lower=lower), not clock.ran_out
 
     return _CACHE.get(("epsilon", mechanism_digest(m), delta, name), compute)
 
@@ -220,21 +228,21 @@ def profile(
     points = tuple(_check_epsilon(e) for e in epsilons)
 
     def compute() -> tuple[list[DeltaBracket], bool]:
-        end = time.monotonic() + limits.seconds
-        answers = [_profile(terms, points, end) for terms in dominating_terms(m)]
+        clock = Clock(limits.seconds)
+        answers = [_profile(terms, points, clock) for terms in dominating_terms(m)]
         out = []
         for column in zip(*answers, strict=True):
             worst = max(column, key=lambda b: b.upper)
             out.append(replace(worst, lower=max(b.lower for b in column)))
         below = realised_terms(m)
         if below is not None:
-            columns = zip(*(_profile(terms, points, end) for terms in below), strict=True)
+            columns = zip(*(_profile(terms, points, clock) for terms in below), strict=True)
             lowers = [max(b.lower for b in column) for column in columns]
             out = [
                 replace(b, lower=min(b.upper, lower), reason=_STANDS_FOR_MANY)
                 for b, lower in zip(out, lowers, strict=True)
             ]
-        return out, time.monotonic() < end
+        return out, not clock.ran_out
 
     return list(_CACHE.get(("profile", mechanism_digest(m), points), compute))
 
@@ -247,7 +255,7 @@ def renyi(m: Mechanism, delta: float) -> Bracket:
 def warm_up() -> None:
     """Answers one question, so that the first request need not wait for libraries to load."""
     terms = (GaussianTerm(sampling_probability=0.01, mu=1.0, count=100),)
-    _epsilon(terms, 1e-5, lambda value: 1e-3 * value, time.monotonic() + DEFAULT.seconds)
+    _epsilon(terms, 1e-5, lambda value: 1e-3 * value, Clock(DEFAULT.seconds))
 
 
 def _check_delta(value: object) -> float:
@@ -322,13 +330,8 @@ _CACHE: Final = _Cache(CACHE_SIZE)
 
 
 def _epsilon(
-    terms: tuple[Term, ...], delta: float, tolerance: Callable[[float], float], end: float
+    terms: tuple[Term, ...], delta: float, tolerance: Callable[[float], float], clock: Clock
 ) -> Bracket:
-    gaussians = _all_unsampled(terms)
-    if gaussians is not None:
-        lower, upper = gaussian_dp.epsilon_bounds(gaussian_dp.total_mu(gaussians), delta)
-        return Bracket(lower, upper, delta, "both", "gaussian_dp_closed_form")
-
     impossible = _beyond_mass(terms, delta)
     if impossible is not None:
         reason = f"delta is below {impossible:.6g}, the probability that a declared part gives up"
@@ -339,14 +342,14 @@ def _epsilon(
         lower = _worst_declared_epsilon(terms[0], delta)
         return Bracket(lower, declared, delta, "both", "as_declared")
 
-    best = _beside_mass(terms, delta, tolerance, end)
+    best = _beside_mass(terms, delta, tolerance, clock)
     if declared is not None and declared < best.upper:
         best = replace(best, upper=declared, lower=min(best.lower, declared), method="as_declared")
     return best
 
 
 def _beside_mass(
-    terms: tuple[Term, ...], delta: float, tolerance: Callable[[float], float], end: float
+    terms: tuple[Term, ...], delta: float, tolerance: Callable[[float], float], clock: Clock
 ) -> Bracket:
     """The bracket by way of the rest's delta: delta = m + (1 - m) rest, m within its two bounds."""
     least, most = _mass(terms)
@@ -354,17 +357,17 @@ def _beside_mass(
     if strict <= 0.0:
         # delta is the mass itself as far as double precision tells.
         reason = "delta is too close to the probability that a declared part gives up"
-        below = _rest_epsilon(terms, lenient, tolerance, end)
+        below = _rest_epsilon(terms, lenient, tolerance, clock)
         return replace(below, upper=math.inf, delta=delta, reason=reason)
-    found = _rest_epsilon(terms, strict, tolerance, end)
+    found = _rest_epsilon(terms, strict, tolerance, clock)
     if strict == lenient:
         return replace(found, delta=delta)
-    below = _rest_epsilon(terms, lenient, tolerance, end)
+    below = _rest_epsilon(terms, lenient, tolerance, clock)
     return replace(found, lower=min(below.lower, found.upper), delta=delta)
 
 
 def _rest_epsilon(
-    terms: tuple[Term, ...], delta: float, tolerance: Callable[[float], float], end: float
+    terms: tuple[Term, ...], delta: float, tolerance: Callable[[float], float], clock: Clock
 ) -> Bracket:
     if delta >= 1.0:
         return Bracket(0.0, 0.0, delta, "both", "as_declared")
@@ -374,20 +377,40 @@ def _rest_epsilon(
     top = closed_forms.top_bounds(terms, delta)
     if top is not None and top[1] - top[0] <= tolerance(top[0]):
         return Bracket(*top, delta, "both", "closed_form")
+
+    def is_narrow(bracket: Bracket) -> bool:
+        return bracket.upper - bracket.lower <= tolerance(bracket.lower)
+
+    beside = _beside_formula(terms, delta)
+    if beside is not None and is_narrow(beside):
+        return beside
+    found = _by_contour(terms, delta, tolerance, clock)
+    if is_narrow(found):
+        return found
+    lower = max(found.lower, closed_forms.least_epsilon(terms, delta))
+    found = replace(found, lower=min(lower, found.upper))
+    if beside is not None:
+        found = _meet(found, beside)
+    few = _without_tiny(terms, delta)
+    if few is not None and not is_narrow(found) and not clock.is_over():
+        rest, tiny = few
+        low = _rest_epsilon(rest, delta, tolerance, clock)
+        high = _rest_epsilon(rest, _less(delta, tiny), tolerance, clock)
+        found = _meet(found, replace(high, lower=min(low.lower, high.upper), delta=delta))
+    return replace(found, reason="") if is_narrow(found) else found
+
+
+def _by_contour(
+    terms: tuple[Term, ...], delta: float, tolerance: Callable[[float], float], clock: Clock
+) -> Bracket:
+    """The contour's bracket, or the Renyi bound where that one is smaller or all there is."""
     try:
-        found, direction = contour.epsilon_of(terms, delta, tolerance, _for_contour(terms, end))
+        found, direction = contour.epsilon_of(terms, delta, tolerance, _for_contour(terms, clock))
     except contour.OutOfReach as stop:
         upper, order, by = cumulants.best_epsilon(_without_deltas(terms), delta)
         errors = {"order": order}
-        return Bracket(
-            closed_forms.least_epsilon(terms, delta),
-            upper,
-            delta,
-            _direction(by),
-            "renyi",
-            errors,
-            f"the contour gave no bound: {stop}",
-        )
+        reason = f"the contour gave no bound: {stop}"
+        return Bracket(0.0, upper, delta, _direction(by), "renyi", errors, reason)
     best = Bracket(
         found.lower, found.upper, delta, direction, "contour", found.error_terms, found.reason
     )
@@ -408,76 +431,170 @@ def _rest_epsilon(
     return best
 
 
-def _for_contour(terms: tuple[Term, ...], end: float) -> float:
-    """The deadline of the contour: of many parts the Renyi bound may need the rest of the time."""
-    if len(terms) <= _MANY_TERMS:
-        return end
-    return end - 0.3 * max(0.0, end - time.monotonic())
+def _for_contour(terms: tuple[Term, ...], clock: Clock) -> Clock:
+    """The contour's time: of many parts the Renyi bound may need the rest."""
+    return clock.share(1.0 if len(terms) <= _MANY_TERMS else 0.7)
 
 
-def _profile(terms: tuple[Term, ...], points: tuple[float, ...], end: float) -> list[DeltaBracket]:
-    gaussians = _all_unsampled(terms)
-    if gaussians is not None:
-        mu = gaussian_dp.total_mu(gaussians)
-        exact = [(e, gaussian_dp.delta_bounds(mu, e)) for e in points]
-        return [
-            DeltaBracket(low, up, e, "both", "gaussian_dp_closed_form") for e, (low, up) in exact
-        ]
+# -- parts that hardly count -----------------------------------------------------------------------
+#
+# Parts whose total variation distances add up to v move delta by at most v, at every epsilon, so
+# that delta_A <= delta <= delta_A + v for the others A, and epsilon_A(delta) <= epsilon <=
+# epsilon_A(delta - v) (docs/accounting.md).
+
+
+def _less(delta: float, tiny: float) -> float:
+    """delta - tiny, rounded down."""
+    return (delta - tiny) * (1.0 - 4.0 * contour.U)
+
+
+def _meet(best: Bracket, other: Bracket) -> Bracket:
+    """What two proven brackets leave."""
+    if other.upper < best.upper:
+        best, other = replace(other, reason=best.reason), best
+    return replace(best, lower=min(max(best.lower, other.lower), best.upper))
+
+
+def _beside_formula(terms: tuple[Term, ...], delta: float) -> Bracket | None:
+    """The best bracket from some parts' closed form, the others counting by total variation."""
+    best: Bracket | None = None
+    for some, tiny in _formulas(terms):
+        if not tiny <= _MOST_ABSORBED * delta:
+            continue
+        low = closed_forms.epsilon_bounds(some, delta)
+        high = closed_forms.epsilon_bounds(some, _less(delta, tiny))
+        errors = {"absorbed": tiny}
+        if low is not None and high is not None:
+            lower, upper = min(low.lower, high.upper), high.upper
+            found = Bracket(lower, upper, delta, high.direction, high.method, errors)
+        else:
+            top = closed_forms.top_bounds(some, delta)
+            if top is None:
+                continue
+            found = Bracket(*top, delta, "both", "closed_form", errors)
+        best = found if best is None else _meet(best, found)
+    return best
+
+
+def _formulas(terms: tuple[Term, ...]) -> list[tuple[tuple[Term, ...], float]]:
+    """Sub-compositions with a closed form, and the total variation of what each leaves out."""
+    if not 1 < len(terms) <= _MANY_TERMS:
+        return []
+    each = [contour.total_variation((term,)) for term in terms]
+    found = []
+    for chosen in closed_forms.whole_parts(terms):
+        left = [v for i, v in enumerate(each) if i not in chosen]
+        if left:
+            some = tuple(terms[i] for i in sorted(chosen))
+            found.append((some, math.fsum(left) * (1.0 + 4.0 * contour.U)))
+    return found
+
+
+def _without_tiny(terms: tuple[Term, ...], delta: float) -> tuple[tuple[Term, ...], float] | None:
+    """(the terms but those that hardly count at delta, the total variation of these)."""
+    ranked = sorted(terms, key=lambda term: contour.total_variation((term,)))
+    dropped = 0
+    while dropped < len(ranked) - 1:
+        if contour.total_variation(ranked[: dropped + 1]) > _TINY * delta:
+            break
+        dropped += 1
+    if dropped == 0:
+        return None
+    return tuple(ranked[dropped:]), contour.total_variation(ranked[:dropped])
+
+
+# -- delta -----------------------------------------------------------------------------------------
+
+
+def _profile(
+    terms: tuple[Term, ...], points: tuple[float, ...], clock: Clock
+) -> list[DeltaBracket]:
     least, most = _mass(terms)
-    out: dict[float, DeltaBracket] = {}
     ordered = sorted(set(points))
-    formula = [closed_forms.delta_bounds(terms, e) for e in ordered]
-    if all(f is not None for f in formula):
-        for e, f in zip(ordered, formula, strict=True):
-            if f is not None:
-                out[e] = DeltaBracket(f.lower, f.upper, e, f.direction, f.method)
-    else:
-        for_contour = _for_contour(terms, end)
-        lower, upper, directions, errors = contour.delta_of(terms, np.array(ordered), for_contour)
-        for i, e in enumerate(ordered):
-            best = DeltaBracket(
-                float(lower[i]), float(upper[i]), e, directions[i], "contour", errors
-            )
-            if best.upper - best.lower > 0.1 * best.upper:
-                in_time = time.monotonic() < end
-                reason = "double precision, or the limit on work, allowed no less"
-                if not in_time:
-                    reason = "the time was over"
-                else:
-                    value, order, by = cumulants.best_delta(_without_deltas(terms), e)
-                    if value < best.upper:
-                        best = replace(
-                            best,
-                            upper=value,
-                            direction=_direction(by),
-                            method="renyi",
-                            error_terms={"order": order},
-                        )
-                best = replace(best, lower=min(best.lower, best.upper), reason=reason)
-            out[e] = best
+    out = {e: found for e in ordered if (found := _by_formula(terms, e)) is not None}
+    others = [e for e in ordered if e not in out]
+    if others:
+        out |= _curve(terms, others, clock)
     if most == 0.0:
         return [out[e] for e in points]
     return [
-        replace(
-            out[e],
-            lower=(least + (1.0 - most) * out[e].lower) * (1.0 - 1e-15),
-            upper=min(1.0, (most + (1.0 - least) * out[e].upper) * (1.0 + 1e-15)),
+        _with_reason(
+            replace(
+                out[e],
+                lower=(least + (1.0 - most) * out[e].lower) * (1.0 - 1e-15),
+                upper=min(1.0, (most + (1.0 - least) * out[e].upper) * (1.0 + 1e-15)),
+            ),
+            out[e].reason,
         )
         for e in points
     ]
 
 
+def _by_formula(terms: tuple[Term, ...], epsilon: float) -> DeltaBracket | None:
+    """The bracket of delta where a closed form makes it as narrow as the aim."""
+    exact = closed_forms.delta_bounds(terms, epsilon)
+    if exact is not None:
+        return DeltaBracket(exact.lower, exact.upper, epsilon, exact.direction, exact.method)
+    for some, tiny in _formulas(terms):
+        exact = closed_forms.delta_bounds(some, epsilon)
+        if exact is None:
+            continue
+        found = DeltaBracket(exact.lower, exact.upper, epsilon, exact.direction, exact.method)
+        found = _beside(replace(found, upper=1.0), found, tiny)
+        if not _is_wide(found):
+            return found
+    return None
+
+
+def _curve(terms: tuple[Term, ...], points: list[float], clock: Clock) -> dict[float, DeltaBracket]:
+    """The brackets of delta at increasing epsilons by the contour, or what helps where it fails."""
+    own = _for_contour(terms, clock)
+    lower, upper, directions, errors = contour.delta_of(terms, np.array(points), own)
+    reason = "the time was over" if own.ran_out else _NO_LESS
+    out = {
+        e: DeltaBracket(float(lower[i]), float(upper[i]), e, directions[i], "contour", errors)
+        for i, e in enumerate(points)
+    }
+    for e in (e for e in points if _is_wide(out[e])):
+        low = max(out[e].lower, closed_forms.least_delta(terms, e))
+        out[e] = replace(out[e], lower=min(low, out[e].upper))
+    wide = [e for e in points if _is_wide(out[e])]
+    few = _without_tiny(terms, min((out[e].upper for e in wide), default=0.0))
+    if few is not None and not clock.is_over():
+        rest, tiny = few
+        for found in _profile(rest, tuple(wide), clock):
+            out[found.epsilon] = _beside(out[found.epsilon], found, tiny)
+    for e in wide:
+        if out[e].upper - out[e].lower > 0.1 * out[e].upper and not clock.is_over():
+            value, order, by = cumulants.best_delta(_without_deltas(terms), e)
+            if value < out[e].upper:
+                low = min(out[e].lower, value)
+                renyi = DeltaBracket(low, value, e, _direction(by), "renyi", {"order": order})
+                out[e] = renyi
+    return {e: _with_reason(b, reason) for e, b in out.items()}
+
+
+def _beside(best: DeltaBracket, rest: DeltaBracket, tiny: float) -> DeltaBracket:
+    """The bracket of delta, given that of all parts but those with a total variation of tiny."""
+    upper = min(1.0, (rest.upper + tiny) * (1.0 + 4.0 * contour.U))
+    lower = max(best.lower, rest.lower)
+    if upper < best.upper:
+        errors = rest.error_terms | {"absorbed": tiny}
+        best = replace(rest, upper=upper, error_terms=errors)
+    return replace(best, lower=min(lower, best.upper))
+
+
+def _is_wide(b: DeltaBracket) -> bool:
+    return b.upper - b.lower > contour.ACCURACY * b.upper
+
+
+def _with_reason(b: DeltaBracket, reason: str) -> DeltaBracket:
+    """The bracket with the reason, if it is wider than was aimed at."""
+    return replace(b, reason=reason if _is_wide(b) else "")
+
+
 def _direction(text: str) -> Direction:
     return "remove" if text == "remove" else "add" if text == "add" else "both"
-
-
-def _all_unsampled(terms: Iterable[Term]) -> list[tuple[float, int]] | None:
-    out = []
-    for term in terms:
-        if not isinstance(term, GaussianTerm) or term.sampling_probability != 1.0:
-            return None
-        out.append((term.mu, term.count))
-    return out
 
 
 def _is_stated(terms: tuple[Term, ...], delta: float) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -32,6 +32,7 @@ from accounting import gaussian_dp
 from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
 
 MAX_SUMS: Final = 4_000  # of losses of randomised responses
+_LOUDEST: Final = 8  # single outputs that are looked at for a lower bound
 _U: Final = 2.0**-53
 _E: Final = 64.0 * _U  # relative; no chain of operations here has as many as 64 roundings
 
@@ -43,11 +44,15 @@ class Exact:
     lower: float
     upper: float
     direction: Literal["remove", "both"]
-    method: Literal["closed_form", "randomized_response"]
+    method: Literal["closed_form", "gaussian_dp_closed_form", "randomized_response"]
 
 
 def epsilon_bounds(terms: Sequence[Term], delta: float) -> Exact | None:
     """epsilon at delta in (0, 1) if the terms (without deltas of their own) have a closed form."""
+    gaussians = _all_unsampled(terms)
+    if gaussians:
+        mu = gaussian_dp.total_mu(gaussians)
+        return Exact(*gaussian_dp.epsilon_bounds(mu, delta), "both", "gaussian_dp_closed_form")
     term = _only(terms)
     if isinstance(term, GaussianTerm):
         return Exact(*_sampled_epsilon(term, delta), "remove", "closed_form")
@@ -63,6 +68,10 @@ def epsilon_bounds(terms: Sequence[Term], delta: float) -> Exact | None:
 
 def delta_bounds(terms: Sequence[Term], epsilon: float) -> Exact | None:
     """delta at epsilon >= 0 if the terms (without deltas of their own) have a closed form."""
+    gaussians = _all_unsampled(terms)
+    if gaussians:
+        mu = gaussian_dp.total_mu(gaussians)
+        return Exact(*gaussian_dp.delta_bounds(mu, epsilon), "both", "gaussian_dp_closed_form")
     term = _only(terms)
     if isinstance(term, GaussianTerm):
         return Exact(*_sampled_delta(term, epsilon), "remove", "closed_form")
@@ -102,17 +111,76 @@ def top_bounds(terms: Sequence[Term], delta: float) -> tuple[float, float] | Non
 
 
 def least_epsilon(terms: Sequence[Term], delta: float) -> float:
-    """A lower bound on epsilon at delta: that of the worst single output of the composition."""
-    single = [t for t in terms if not isinstance(t, ApproximateDPTerm)]
+    """A lower bound on epsilon at delta: the largest of some sub-compositions'.
+
+    Whoever sees all outputs sees some of them, so no sub-composition has the larger curve.
+    """
     ends = [0.0]
-    for term in single:
-        if isinstance(term, LaplaceTerm):
-            ends.append(_laplace_epsilon(term, delta)[0])
-        elif term.sampling_probability == 1.0:
-            ends.append(gaussian_dp.epsilon_bounds((term.mu, term.mu), delta)[0])
-        else:
-            ends.append(_sampled_epsilon(term, delta)[0])
+    for some in _sub_compositions(terms):
+        exact = epsilon_bounds(some, delta)
+        ends.append(0.0 if exact is None else exact.lower)
+    top = top_bounds(_bounded(terms), delta)
+    return max(*ends, 0.0 if top is None else top[0])
+
+
+def least_delta(terms: Sequence[Term], epsilon: float) -> float:
+    """A lower bound on delta at epsilon: the largest of some sub-compositions'."""
+    ends = [0.0]
+    for some in _sub_compositions(terms):
+        exact = delta_bounds(some, epsilon)
+        ends.append(0.0 if exact is None else exact.lower)
     return max(ends)
+
+
+def whole_parts(terms: Sequence[Term]) -> list[frozenset[int]]:
+    """The places of sub-compositions that have a closed form, each term in or out with its count.
+
+    All randomised responses, all unsampled Gaussians, all bounded losses, and each single output.
+    """
+    kinds: list[list[int]] = [[], [], []]
+    found = set()
+    for i, term in enumerate(terms):
+        if isinstance(term, ApproximateDPTerm):
+            kinds[0].append(i)
+        elif isinstance(term, GaussianTerm) and term.sampling_probability == 1.0:
+            kinds[1].append(i)
+        elif term.count == 1:
+            found.add(frozenset((i,)))
+        if not isinstance(term, GaussianTerm):
+            kinds[2].append(i)
+    found |= {frozenset(places) for places in kinds if places}
+    return sorted(found, key=sorted)
+
+
+def _bounded(terms: Sequence[Term]) -> list[Term]:
+    return [term for term in terms if not isinstance(term, GaussianTerm)]
+
+
+def _sub_compositions(terms: Sequence[Term]) -> list[tuple[Term, ...]]:
+    """Sub-compositions with a closed form: what is alike together, and the worst single outputs."""
+    found = [tuple(terms[i] for i in sorted(places)) for places in whole_parts(terms)]
+    singles = [replace(term, count=1) for term in terms]
+    # Of many outputs those with the largest losses, and those that lose most often.
+    for rank in (_size, _share):
+        found += [(term,) for term in sorted(singles, key=rank, reverse=True)[:_LOUDEST]]
+    responses = [term for term in terms if isinstance(term, ApproximateDPTerm)]
+    found += [
+        (replace(term, count=min(term.count, MAX_SUMS - 1)),) for term in responses[:_LOUDEST]
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _size(term: Term) -> float:
+    """Orders single outputs by how large their losses are."""
+    if isinstance(term, GaussianTerm):
+        return term.mu
+    return term.inverse_scale if isinstance(term, LaplaceTerm) else float(term.epsilon)
+
+
+def _share(term: Term) -> float:
+    """Orders single outputs by how often they lose anything."""
+    size = math.tanh(0.5 * _size(term))
+    return size * term.sampling_probability if isinstance(term, GaussianTerm) else size
 
 
 def _only(terms: Sequence[Term]) -> Term | None:
@@ -121,6 +189,16 @@ def _only(terms: Sequence[Term]) -> Term | None:
         return None
     term = terms[0]
     return term if term.count == 1 and not isinstance(term, ApproximateDPTerm) else None
+
+
+def _all_unsampled(terms: Sequence[Term]) -> list[tuple[float, int]]:
+    """(mu, count) of each term, if all are unsampled Gaussians; else nothing."""
+    found = [
+        (t.mu, t.count)
+        for t in terms
+        if isinstance(t, GaussianTerm) and t.sampling_probability == 1.0
+    ]
+    return found if len(found) == len(terms) else []
 
 
 def _all_responses(terms: Sequence[Term]) -> list[ApproximateDPTerm] | None:

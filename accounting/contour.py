@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol
@@ -37,6 +36,7 @@ from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtri
 
 from accounting import cumulants
+from accounting.clock import Clock
 from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
 
 Array = NDArray[np.float64]
@@ -855,7 +855,7 @@ class Composition:
     """One direction of a composition of terms, without the terms' own deltas."""
 
     def __init__(
-        self, terms: Sequence[Term], direction: Direction, deadline: float = math.inf
+        self, terms: Sequence[Term], direction: Direction, clock: Clock | None = None
     ) -> None:
         self.parts: list[_Part] = []
         variances = []
@@ -876,7 +876,7 @@ class Composition:
         if not variances:
             self.largest = math.fsum(p.count * p.largest() for p in self.parts) * (1.0 + 4.0 * U)
         self._terms = tuple(terms)
-        self.deadline = deadline
+        self.clock = Clock() if clock is None else clock
         self.fall_tilt = 0.0
         self.marks: list[_Sampled | None] = []
         self._window = (0.0, math.inf)
@@ -927,8 +927,8 @@ class Composition:
         return low, min(1.0, -math.expm1(most) * (1.0 + 4.0 * _LIB))
 
     def check_time(self) -> None:
-        """Raises OutOfTime after the deadline."""
-        if time.monotonic() > self.deadline:
+        """Raises OutOfTime if the time is over."""
+        if self.clock.is_over():
             raise OutOfTime
 
     def large_at(self, epsilon: float) -> float:
@@ -1737,7 +1737,7 @@ def _root(bound: Callable[[float], float], delta: float, start: float, slope: fl
 
 
 def epsilon_of(
-    terms: Sequence[Term], delta: float, tolerance: Callable[[float], float], deadline: float
+    terms: Sequence[Term], delta: float, tolerance: Callable[[float], float], clock: Clock
 ) -> tuple[Found, Worse]:
     """Bounds on epsilon at delta of a composition of terms in the worse direction, and which it is.
 
@@ -1746,13 +1746,13 @@ def epsilon_of(
     Raises:
         OutOfReach: no bound was found.
     """
-    if _total_variation(terms) <= delta:
+    if total_variation(terms) <= delta:
         return Found(0.0, 0.0, {}), "both"
     _check_range(terms)
-    remove = epsilon(Composition(terms, "remove", deadline), delta, tolerance)
+    remove = epsilon(Composition(terms, "remove", clock), delta, tolerance)
     if not _directed(terms):
         return remove, "both"
-    whole = Composition(terms, "add", deadline)
+    whole = Composition(terms, "add", clock)
     # Often a loss that can't exceed the other direction's lower end, or a Chernoff bound, shows
     # at once that this direction is not the worse one.
     cap = whole.largest
@@ -1782,7 +1782,7 @@ def _check_range(terms: Sequence[Term]) -> None:
             raise OutOfReach("a noise multiplier is beyond what double precision adds up")
 
 
-def _total_variation(terms: Sequence[Term]) -> float:
+def total_variation(terms: Sequence[Term]) -> float:
     """An upper bound on delta(0), the total variation distance: the sum over all outputs."""
     total = []
     for term in terms:
@@ -1812,38 +1812,38 @@ def _directed(terms: Sequence[Term]) -> bool:
 
 
 def delta_of(
-    terms: Sequence[Term], epsilons: Array, deadline: float
+    terms: Sequence[Term], epsilons: Array, clock: Clock
 ) -> tuple[Array, Array, list[Worse], dict[str, float]]:
     """(lower, upper, worse direction, error terms) of delta at each of the sorted epsilons.
 
     The terms' own deltas are left out. An epsilon that no contour reached has the bounds 0 and 1.
     """
     # delta(0) bounds the whole curve.
-    top = min(1.0, _total_variation(terms))
+    top = min(1.0, total_variation(terms))
     start = np.zeros(len(epsilons)), np.full(len(epsilons), top)
     try:
         _check_range(terms)
     except OutOfReach:
         return *start, ["both"] * len(epsilons), {}
-    whole = Composition(terms, "remove", deadline)
+    whole = Composition(terms, "remove", clock)
     low, high, errors = _deltas(whole, epsilons, *start, start[0])
     names: list[Worse] = ["remove"] * len(epsilons)
     if not _directed(terms):
         return low, high, ["both"] * len(epsilons), errors
     # Where a Renyi bound lies below the other direction already, no more needs to be known.
-    caps = np.minimum(_renyi_caps(terms, epsilons, deadline), start[1])
-    whole = Composition(terms, "add", deadline)
+    caps = np.minimum(_renyi_caps(terms, epsilons, clock), start[1])
+    whole = Composition(terms, "add", clock)
     other = _deltas(whole, epsilons, start[0], caps, low)
     names = ["add" if b > a else "remove" for a, b in zip(high, other[1], strict=True)]
     return np.maximum(low, other[0]), np.maximum(high, other[1]), names, errors
 
 
-def _renyi_caps(terms: Sequence[Term], epsilons: Array, deadline: float) -> Array:
+def _renyi_caps(terms: Sequence[Term], epsilons: Array, clock: Clock) -> Array:
     """Proven upper bounds on delta at the epsilons in the add direction, by a few Renyi orders."""
     log_delta = np.zeros(len(epsilons))
     step = 1.0 if len(terms) <= _MANY else 4.0
     for tilt in 2.0 ** np.arange(-1.0, 11.0, step):
-        if time.monotonic() > deadline:
+        if clock.is_over():
             break
         _, add = cumulants.directed_costs(tuple(terms), 1.0 + tilt)
         order = 1.0 + tilt
@@ -1880,7 +1880,7 @@ def _deltas(
     while True:
         wanted = ~given_up & (high - low > ACCURACY * high) & (high > LEAST_DELTA)
         places = np.flatnonzero(wanted)
-        if not len(places) or time.monotonic() > whole.deadline:
+        if not len(places) or whole.clock.is_over():
             break
         i = int(places[len(places) // 2])
         found = _one_delta(whole, float(epsilons[i]), low, high, epsilons, wanted)

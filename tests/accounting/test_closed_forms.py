@@ -13,7 +13,15 @@ from flint import arb, fmpq
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from accounting.closed_forms import MAX_SUMS, delta_bounds, epsilon_bounds, least_epsilon
+from accounting import gaussian_dp
+from accounting.closed_forms import (
+    MAX_SUMS,
+    delta_bounds,
+    epsilon_bounds,
+    least_delta,
+    least_epsilon,
+    top_bounds,
+)
 from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
 from accounting.rigorous import _bits
 
@@ -234,18 +242,37 @@ def test_others_have_no_closed_form(terms: tuple[Term, ...]) -> None:
     assert delta_bounds(terms, 1.0) is None
 
 
-def test_the_worst_single_output_bounds_from_below() -> None:
+def test_the_worst_sub_composition_bounds_from_below() -> None:
     terms: tuple[Term, ...] = (
         GaussianTerm(0.01, 1.0, 50),
         GaussianTerm(1.0, 0.01, 4),
         LaplaceTerm(0.7, 2),
-        response("5", 3),
     )
     found = least_epsilon(terms, 1e-5)
-    ends = [epsilon_bounds((t,), 1e-5) for t in (GaussianTerm(0.01, 1.0, 1), LaplaceTerm(0.7, 1))]
-    assert found == max(e.lower for e in ends if e is not None)
-    assert found == pytest.approx(0.7, abs=3e-5)
+    (top, _) = top_bounds([LaplaceTerm(0.7, 2)], 1e-5) or (0.0, 0.0)
+    assert found == top == pytest.approx(1.4, abs=1e-3)
     assert 0.0 < least_epsilon(terms[:1], 1e-5) < found
-    # a declared part may reveal nothing in truth
-    assert least_epsilon((response("5", 3),), 1e-5) == 0.0
-    assert least_epsilon((GaussianTerm(1.0, 1.0, 9),), 1e-5) == pytest.approx(4.3774, abs=1e-3)
+    alone = epsilon_bounds((GaussianTerm(0.01, 1.0, 1),), 1e-5)
+    assert alone is not None
+    assert least_epsilon(terms[:1], 1e-5) == alone.lower
+    mu = gaussian_dp.epsilon_bounds((3.0, 3.0), 1e-5)
+    assert least_epsilon((GaussianTerm(1.0, 1.0, 9),), 1e-5) == pytest.approx(mu[0], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("terms", "some"),
+    [
+        ((GaussianTerm(1.0, 0.3, 4), GaussianTerm(0.2, 0.5, 2)), (GaussianTerm(1.0, 0.3, 4),)),
+        ((response("0.5", 3), LaplaceTerm(0.1, 2)), (response("0.5", 3),)),
+        ((GaussianTerm(0.2, 0.5, 2), GaussianTerm(0.1, 3.0, 7)), (GaussianTerm(0.1, 3.0, 1),)),
+        ((LaplaceTerm(100.0, 1000),), (LaplaceTerm(100.0, 1),)),
+    ],
+    ids=repr,
+)
+def test_sub_compositions_bound_delta_from_below(
+    terms: tuple[Term, ...], some: tuple[Term, ...]
+) -> None:
+    for epsilon in (0.0, 0.3, 1.0):
+        exact = delta_bounds(some, epsilon)
+        assert exact is not None
+        assert least_delta(terms, epsilon) == exact.lower

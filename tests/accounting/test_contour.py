@@ -16,6 +16,7 @@ from flint import acb, arb, ctx
 from scipy.special import log_ndtr
 
 from accounting import contour, gaussian_dp, rigorous
+from accounting.clock import Clock
 from accounting.contour import _LIB, Composition, Contour, Direction, U, _Plan, _Sampled, _Transform
 from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
 from accounting.rigorous import _bits
@@ -374,7 +375,7 @@ def test_any_plan_is_valid(terms: tuple[Term, ...], direction: Direction) -> Non
 def test_chosen_plans_on_a_grid(terms: tuple[Term, ...]) -> None:
     """What a question about many epsilons is answered with."""
     points = np.array([0.0, 0.02, 0.1, 0.4, 1.0, 1.9])
-    low, high, _, _ = contour.delta_of(terms, points, time.monotonic() + 60.0)
+    low, high, _, _ = contour.delta_of(terms, points, Clock(60.0))
     for i, x in enumerate(points.tolist()):
         exact = rigorous.delta_enclosure(list(terms), x, width=0.01, seconds=3.0)
         assert exact[0] <= high[i], x
@@ -414,7 +415,7 @@ def test_unsampled_gaussians_by_the_contour(mu: float) -> None:
     terms = (GaussianTerm(1.0, mu, 4),)
     for delta in (1e-2, 1e-6, 1e-14):
         exact = gaussian_dp.epsilon_bounds((2.0 * mu, 2.0 * mu), delta)
-        found, _ = contour.epsilon_of(terms, delta, lambda e: 1e-3 * e, time.monotonic() + 60.0)
+        found, _ = contour.epsilon_of(terms, delta, lambda e: 1e-3 * e, Clock(60.0))
         assert found.lower <= exact[1]
         assert exact[0] <= found.upper
         assert found.upper - found.lower <= 1e-3 * exact[1]
