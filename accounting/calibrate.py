@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,15 +26,18 @@ from scipy.optimize import brentq
 
 from accounting import bounds, cumulants
 from accounting.bounds import Bracket, DeltaBracket, Limits
+from accounting.clock import Clock
 from accounting.errors import InvalidMechanism, InvalidRequest, UndecidableBound
 from accounting.mechanisms import (
     LARGEST,
     MAX_COUNT,
     SMALLEST,
+    ApproximateDPTerm,
     ClassShare,
     Composition,
     DenoisingBlock,
     FetaPro,
+    GaussianTerm,
     Mechanism,
     Part,
     Term,
@@ -58,6 +60,7 @@ _FINE: Final = 10.0
 _ROUGH: Final = 1e-2  # the precision of an allocation whose order is still to be found
 _MOST_BOUNDS: Final = 60
 _PATIENCE: Final = 3  # failures in a row before it is asked whether any value meets the target
+_CUT_SHORT: Final = "the search was cut short, so a better value may meet the target too"
 _CAP: Final = 40.0  # of log(epsilon / target): what is beyond says only "far"
 
 EpsilonBound = Callable[[Mechanism, float, float | None, Limits], Bracket]
@@ -172,7 +175,7 @@ def calibrate(
         {"epsilon": target, "delta": delta},
         method,
         search.evaluations,
-        shares(mechanism, delta, method=method, end=search.end),
+        shares(mechanism, delta, method=method, clock=search.clock),
         reason,
     )
 
@@ -207,9 +210,9 @@ def rdp(m: Mechanism, delta: float, tolerance: float | None, limits: Limits) -> 
     Raises:
         UndecidableBound: the time was over.
     """
-    end = time.monotonic() + limits.seconds
+    clock = Clock(limits.seconds)
     worst = max(
-        (_best_order(terms, delta, RDP_ORDERS, end) for terms in dominating_terms(m)),
+        (_best_order(terms, delta, RDP_ORDERS, clock) for terms in dominating_terms(m)),
         key=lambda found: found.epsilon,
     )
     return Bracket(0.0, worst.epsilon, delta, worst.direction, "rdp", {"order": worst.order})
@@ -236,7 +239,7 @@ class _AtOrder:
 
 
 def _best_order(
-    terms: tuple[Term, ...], delta: float, orders: Sequence[float], end: float
+    terms: tuple[Term, ...], delta: float, orders: Sequence[float], clock: Clock
 ) -> _AtOrder:
     """The smallest of the Renyi bounds on epsilon at these increasing orders.
 
@@ -244,7 +247,7 @@ def _best_order(
     around the best of them. Were it to do otherwise, the answer would be a larger bound.
 
     Raises:
-        UndecidableBound: the clock passed ``end``.
+        UndecidableBound: the time was over.
     """
     left = delta - cumulants.mass_at_infinity(terms)
     if left <= 0.0:
@@ -252,7 +255,7 @@ def _best_order(
     log_delta = math.log(left)
 
     def at(i: int) -> _AtOrder:
-        if time.monotonic() > end:
+        if clock.is_over():
             raise UndecidableBound("the time was over before the Rényi bound was")
         remove, add = cumulants.directed_costs(terms, orders[i])
         value = max(remove, add) + cumulants.conversion(orders[i], log_delta)
@@ -285,11 +288,11 @@ def shares(
     delta: float,
     *,
     method: Method = "certified",
-    end: float = math.inf,
+    clock: Clock | None = None,
 ) -> tuple[Share, ...]:
     """Each stage's share of the cost; empty for a mechanism without stages.
 
-    Also empty where no order has a finite cost, or the clock passes ``end``.
+    Also empty where no order has a finite cost, or the time is over.
 
     Args:
         method: "rdp" looks for the best order among RDP_ORDERS, else among SHARE_ORDERS.
@@ -299,7 +302,8 @@ def shares(
         return ()
     terms = tuple(term for _, own in parts for term in own)
     try:
-        best = _best_order(terms, delta, RDP_ORDERS if method == "rdp" else SHARE_ORDERS, end)
+        orders = RDP_ORDERS if method == "rdp" else SHARE_ORDERS
+        best = _best_order(terms, delta, orders, Clock() if clock is None else clock)
     except UndecidableBound:
         return ()
     costs = [_cost(own, best.order, best.direction) for _, own in parts]
@@ -388,28 +392,32 @@ def allocate(
     target, delta = check_epsilon(epsilon), check_delta(delta)
     if not 0 < len(stages) <= MAX_STAGES:
         raise InvalidRequest("stages", f"must hold between 1 and {MAX_STAGES} stages")
-    knobs = [_noise_knob(i, stage) for i, stage in enumerate(stages)]
+    clock = Clock(limits.seconds)
+    sources = [_noise_source(i, stage) for i, stage in enumerate(stages)]
     whole = math.fsum(stage.weight for stage in stages)
     weights = [stage.weight / whole for stage in stages]
     price = _bound_of(method, bound)
     orders = RDP_ORDERS if method == "rdp" else SHARE_ORDERS
-    end = time.monotonic() + limits.seconds
     # Of a Gaussian mechanism: the order that is best at (epsilon, delta), and its cost there.
     best = _AtOrder(math.inf, 1.0 - 2.0 * math.log(delta) / target, "remove")
     best = replace(best, order=min(max(best.order, orders[0]), orders[-1]))
     total, evaluations, settled = 0.5 * target, 0, False
     for turn in range(_ROUNDS):
         settled = settled or turn == _ROUNDS - 1
-        at = _composition_at(knobs, weights, best)
+        at = _composition_at(sources, weights, best, clock)
         knob = _Knob("noise of the stages", "target", _COST, total, at, lambda value, _: value)
-        left = replace(limits, seconds=max(end - time.monotonic(), 1e-3))
-        search = _Search(knob, target, delta, left, price, PRECISION if settled else _ROUGH)
+        precision = PRECISION if settled else _ROUGH
+        search = _Search(knob, target, delta, limits, price, precision, clock)
         total, mechanism, bracket, reason = search.run()
         made = cast(Composition, mechanism)
         evaluations += search.evaluations
         if settled or reason:
             break
-        found = _best_order(_terms_of(made), delta, orders, end)
+        try:
+            found = _best_order(_terms_of(made), delta, orders, clock)
+        except UndecidableBound:
+            reason = _CUT_SHORT
+            break
         settled = (found.order, found.direction) == (best.order, best.direction)
         best = found
     return Allocation(
@@ -422,13 +430,35 @@ def allocate(
         {"epsilon": target, "delta": delta},
         method,
         evaluations,
-        shares(made, delta, method=method, end=end),
+        shares(made, delta, method=method, clock=clock),
         reason,
     )
 
 
-def _noise_knob(i: int, stage: Stage) -> Callable[[float], Mechanism]:
-    """The stage's mechanism at a value of its noise."""
+@dataclass(frozen=True)
+class _Noise:
+    """A stage by its noise: the mechanism at any, and its terms where the noise is 1.
+
+    Losses' scales are inversely proportional to the noise and nothing else moves with it, so the
+    terms, of which a block may have thousands to choose from, are made once.
+    """
+
+    at: Callable[[float], Mechanism]
+    terms: tuple[Term, ...]
+
+    def cost(self, noise: float, best: _AtOrder) -> float:
+        """About the stage's cost: it steers the search, and what is found is priced itself."""
+        terms: list[Term] = []
+        for term in self.terms:
+            if isinstance(term, GaussianTerm):
+                terms.append(replace(term, mu=term.mu / noise))
+            elif not isinstance(term, ApproximateDPTerm):
+                terms.append(replace(term, inverse_scale=term.inverse_scale / noise))
+        return _cost(tuple(terms), best.order, best.direction)
+
+
+def _noise_source(i: int, stage: Stage) -> _Noise:
+    """The stage by its noise."""
     weight = stage.weight
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise InvalidRequest(f"stages[{i}].weight", "must be a number")
@@ -436,38 +466,47 @@ def _noise_knob(i: int, stage: Stage) -> Callable[[float], Mechanism]:
         check_positive("weight", weight)
     except InvalidMechanism as error:
         raise InvalidRequest(f"stages[{i}].weight", error.reason) from None
-    names = set(_free_names(stage.mechanism.to_json()))
+    m = stage.mechanism
     for name in ("noise_multiplier", "beta"):
-        if name in names:
-            return _knob(stage.mechanism, name).at
+        value = getattr(m, name, None)
+        if isinstance(value, tuple):
+            raise InvalidRequest(f"stages[{i}].mechanism", f"needs one {name} for all steps")
+        if value is not None:
+
+            def at(noise: float, name: str = name) -> Mechanism:
+                return cast(Mechanism, replace(cast(Any, m), **{name: noise}))
+
+            return _Noise(at, _terms_of(Composition((Part(at(1.0)),))))
     raise InvalidRequest(f"stages[{i}].mechanism", "has no noise_multiplier or beta of its own")
 
 
 def _composition_at(
-    knobs: Sequence[Callable[[float], Mechanism]], weights: Sequence[float], best: _AtOrder
+    sources: Sequence[_Noise], weights: Sequence[float], best: _AtOrder, clock: Clock
 ) -> Callable[[float], Composition]:
     """The composition by its whole cost, of which each stage has its weight at this order."""
-    starts = [0.0] * len(knobs)  # log noise, where the next search begins
+    starts = [0.0] * len(sources)  # log noise, where the next search begins
 
     def at(total: float) -> Composition:
         parts = []
-        for i, (knob, weight) in enumerate(zip(knobs, weights, strict=True)):
-            starts[i] = _log_noise(knob, weight * total, best, starts[i])
-            parts.append(Part(knob(math.exp(starts[i]))))
+        for i, (source, weight) in enumerate(zip(sources, weights, strict=True)):
+            starts[i] = _log_noise(source, weight * total, best, starts[i], clock)
+            parts.append(Part(source.at(math.exp(starts[i]))))
         return Composition(tuple(parts))
 
     return at
 
 
-def _log_noise(
-    knob: Callable[[float], Mechanism], goal: float, best: _AtOrder, start: float
-) -> float:
-    """log of the noise at which a stage's cost is the goal; the cost falls as the noise grows."""
+def _log_noise(source: _Noise, goal: float, best: _AtOrder, start: float, clock: Clock) -> float:
+    """log of the noise at which a stage's cost is the goal; the cost falls as the noise grows.
+
+    Raises:
+        _OutOfTime: the time was over.
+    """
 
     def height(x: float) -> float:
-        terms = _terms_of(Composition((Part(knob(math.exp(x))),)))
-        cost = _cost(terms, best.order, best.direction)
-        return _height(cost, goal)
+        if clock.is_over():
+            raise _OutOfTime
+        return _height(source.cost(math.exp(x), best), goal)
 
     x, step = start, 0.0
     first = here = height(x)
@@ -696,6 +735,7 @@ class _Search:
 
     Args:
         precision: of a real value, relative.
+        clock: the time of the question that the search is part of; by default that of ``limits``.
     """
 
     def __init__(
@@ -706,6 +746,7 @@ class _Search:
         limits: Limits,
         bound: EpsilonBound,
         precision: float = PRECISION,
+        clock: Clock | None = None,
     ) -> None:
         self._knob, self._range = knob, knob.range
         self._precision, self._fine = precision, min(_COARSE, _FINE * precision)
@@ -714,7 +755,7 @@ class _Search:
         self._sign = 1.0 if self._range.upwards else -1.0
         ends = (self._u(self._range.least), self._u(self._range.most))
         self._worst, self._best = min(ends), max(ends)
-        self.end = time.monotonic() + limits.seconds
+        self.clock = Clock(limits.seconds) if clock is None else clock
         self.evaluations = 0
         self._slope = -1.0
         self._answer: _Probe | None = None
@@ -725,7 +766,7 @@ class _Search:
             self._find()
             reason = ""
         except _OutOfTime:
-            reason = "the search was cut short, so a better value may meet the target too"
+            reason = _CUT_SHORT
         if self._answer is None:
             raise UndecidableBound(
                 f"no {self._knob.name} that meets the target was found in "
@@ -753,15 +794,17 @@ class _Search:
 
     def _ask(self, value: float, width: float) -> _Probe | None:
         """The cost at a value; None where it makes no mechanism."""
-        left = self.end - time.monotonic()
-        if left <= 0.0 or self.evaluations >= _MOST_BOUNDS:
+        if self.clock.is_over() or self.evaluations >= _MOST_BOUNDS:
             raise _OutOfTime
         self.evaluations += 1
         try:
             mechanism = self._knob.at(int(value) if self._range.integer else value)
         except InvalidMechanism:
             return None
-        limits = replace(self._limits, seconds=left)
+        # Making it may have taken what was left.
+        if self.clock.is_over():
+            raise _OutOfTime
+        limits = replace(self._limits, seconds=max(self.clock.left(), 1e-9))
         try:
             wanted = max(width * self._target, bounds.LEAST_TOLERANCE)
             bracket = self._bound(mechanism, self._delta, wanted, limits)

@@ -223,8 +223,10 @@ class _Part(Protocol):
         ``whole`` is phi(tilt) exp(-scale), rounded up.
         """
 
-    def transform(self, tilt: float, step: float, count: int) -> _Transform:
-        """phi at the lattice."""
+    def transform(
+        self, tilt: float, step: float, count: int, clock: Clock | None = None
+    ) -> _Transform:
+        """phi at the lattice; raises OutOfTime when the clock is over."""
 
     def forget(self) -> None:
         """Gives back the memory of what is computed again when it is needed."""
@@ -579,7 +581,9 @@ class _Sampled:
     def forget(self) -> None:
         self._decay_tilt, self._cells, self._edges = math.nan, (), None
 
-    def transform(self, tilt: float, step: float, count: int) -> _Transform:
+    def transform(
+        self, tilt: float, step: float, count: int, clock: Clock | None = None
+    ) -> _Transform:
         rule = self._weights(tilt, step * count)
         # With a B + b = k:  e^(i k x) - 1 = v_a v_b + v_a + v_b,  v_a = e^(i a B x) - 1 and
         # v_b = e^(i b x) - 1, so that 2 sqrt(count) columns and one matrix product do.
@@ -587,6 +591,8 @@ class _Sampled:
         outer = -(-count // inner)
         total = np.zeros((2 * outer, inner))
         for i in range(0, len(rule.loss), _CHUNK):
+            if clock is not None and clock.is_over():
+                raise OutOfTime
             w, x = rule.weight[i : i + _CHUNK], rule.loss[i : i + _CHUNK]
             cos, sin = _turns(step * inner * x, outer, count)
             cos, sin = cos * w, sin * w
@@ -785,7 +791,10 @@ class _TwoPoint(_Symmetric):
         value = float(self.rough(np.array([tilt]))[0])
         return value + 8.0 * _LIB * (1.0 + tilt * self.epsilon)
 
-    def transform(self, tilt: float, step: float, count: int) -> _Transform:
+    def transform(
+        self, tilt: float, step: float, count: int, clock: Clock | None = None
+    ) -> _Transform:
+        del clock
         e = self.epsilon
         t = step * np.arange(count)
         up = 1.0 / (1.0 + math.exp(-e))
@@ -821,7 +830,10 @@ class _Laplace(_Symmetric):
         value = float(self.rough(np.array([tilt]))[0])
         return value + 16.0 * _LIB * (1.0 + tilt * self.rate)
 
-    def transform(self, tilt: float, step: float, count: int) -> _Transform:
+    def transform(
+        self, tilt: float, step: float, count: int, clock: Clock | None = None
+    ) -> _Transform:
+        del clock
         t = step * np.arange(count)
         x = self.rate * (1.0 + 2.0 * tilt) + 2j * self.rate * t
         inside = 0.5 + 0.5 * np.exp(-x) - 0.5 * self.rate * np.expm1(-x) / x
@@ -1226,14 +1238,14 @@ class Contour:
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             for part, mark in zip(whole.parts, marks, strict=True):
                 whole.check_time()
-                found = part.transform(c, step, count)
+                found = part.transform(c, step, count, whole.clock)
                 work += count * found.nodes
                 if work > MAX_WORK:
                     raise OutOfReach("the transform needs too much work")
                 base.append(part.count * found.scale)
                 size += abs(part.count * found.scale)
                 if mark is not None:
-                    some = mark.transform(c, step, count)
+                    some = mark.transform(c, step, count, whole.clock)
                     part_of = math.exp(some.scale - found.scale)
                     values = some.values() * part_of
                     work += count * some.nodes

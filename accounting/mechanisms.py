@@ -17,6 +17,7 @@ Only the standard library is used, so that every part of the product may import 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -744,18 +745,24 @@ class DenoisingBlock:
         return math.sqrt(math.fsum(m * m for m in self._mu)) * _MU_ROUND_UP
 
     def alternatives(self) -> tuple[tuple[Term, ...], ...]:
+        return self._alternatives
+
+    @functools.cached_property
+    def _alternatives(self) -> tuple[tuple[Term, ...], ...]:
+        # One question asks for them several times, and there may be ten thousand.
         if self.classes is None:
             shares = [(self.sampling_probability, cast(int, self.outputs))]
         else:
             shares = [(c.sampling_probability, c.outputs) for c in self.classes]
-        return tuple(self._terms(q, n) for q, n in _undominated(shares))
-
-    def _terms(self, q: float, outputs: int) -> tuple[Term, ...]:
         if self.subsampling == "per_step":
-            return tuple(GaussianTerm(q, m * _MU_ROUND_UP, outputs) for m in self._mu)
-        if self.subsampling == "full_batch":
-            return (GaussianTerm(1.0, self.mu_bar(), outputs),)
-        return (GaussianTerm(q, self.mu_bar(), outputs),)
+            each: tuple[float, ...] = tuple(m * _MU_ROUND_UP for m in self._mu)
+        else:
+            each = (self.mu_bar(),)
+        whole = self.subsampling == "full_batch"
+        return tuple(
+            tuple(GaussianTerm(1.0 if whole else q, mu, n) for mu in each)
+            for q, n in _undominated(shares)
+        )
 
     def missing_for_charge(self) -> str | None:
         missing = _first_missing(weight=self.weight, feature_dimension=self.feature_dimension)
@@ -1289,7 +1296,7 @@ class Composition:
             if isinstance(part.mechanism, Composition):
                 # One level keeps the size of a question bounded by the size of its text.
                 raise InvalidMechanism(f"parts[{i}].mechanism.kind", "is a composition already")
-        self.alternatives()  # counts multiply here, and may overflow their limit
+        self._part_alternatives()  # counts multiply here, and may overflow their limit
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -1347,6 +1354,9 @@ class Composition:
     def _part_alternatives(self) -> list[tuple[tuple[Term, ...], ...]]:
         out = []
         for i, part in enumerate(self.parts):
+            if part.count == 1:
+                out.append(part.mechanism.alternatives())
+                continue
             alternatives = []
             for terms in part.mechanism.alternatives():
                 if any(term.count * part.count > MAX_COUNT for term in terms):

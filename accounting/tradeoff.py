@@ -47,6 +47,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
+
 from accounting import bounds, cumulants
 from accounting.bounds import DeltaBracket, Limits
 from accounting.errors import InvalidRequest
@@ -146,11 +148,12 @@ def of_profile(curve: Sequence[DeltaBracket], alphas: Sequence[float]) -> tuple[
     """The trade-off curve from brackets of delta at increasing epsilons; see the module's text."""
     brackets = [b for b in curve if b.epsilon <= _MOST_EPSILON]
     xs, lows, ups = _both_sides(brackets)
-    corners = _corners(xs, lows, ups)
+    x, up = np.array(xs), np.array(ups)
+    corner_x, corner_low = np.array(_corners(xs, lows, ups)).T
     points = []
     for alpha in alphas:
-        lower = max(1.0 - up - x * alpha * (1.0 + _ROUNDING) for x, up in zip(xs, ups, strict=True))
-        upper = max(1.0 - low - x * alpha * (1.0 - _ROUNDING) for x, low in corners)
+        lower = float((1.0 - up - x * alpha * (1.0 + _ROUNDING)).max())
+        upper = float((1.0 - corner_low - corner_x * alpha * (1.0 - _ROUNDING)).max())
         lower = max(0.0, lower - _ROUNDING)
         upper = max(0.0, min(1.0 - alpha, upper) + _ROUNDING)
         points.append(TradeoffPoint(alpha, lower, min(1.0, max(lower, upper))))

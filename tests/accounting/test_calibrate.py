@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import replace
@@ -29,6 +30,7 @@ from accounting.mechanisms import (
     Mechanism,
     Part,
     SubsampledGaussian,
+    dominating_terms,
     mechanism_from_json,
 )
 from accounting.mechanisms import (
@@ -358,6 +360,72 @@ def test_a_search_ends_with_its_time() -> None:
             limits=Limits(seconds=0.1),
             bound=slow(calibrate.certified, 0.2),
         )
+
+
+def test_an_allocation_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages are priced again and again on the way to a noise: none after the time is over."""
+    priced, made, ticks = itertools.count(), itertools.count(), itertools.count()
+    cost, terms_of = calibrate._cost, calibrate._terms_of
+
+    def counted_cost(*args: Any) -> float:
+        next(priced)
+        return cost(*args)
+
+    def counted_terms(m: Composition) -> Any:
+        next(made)
+        return terms_of(m)
+
+    monkeypatch.setattr(calibrate, "_cost", counted_cost)
+    monkeypatch.setattr(calibrate, "_terms_of", counted_terms)
+    stages = [Stage(replace(BY_CLASS, clip_norm=1.0 + i)) for i in range(20)]
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: 1e-3 * next(ticks))
+        with pytest.raises(UndecidableBound):
+            allocate(stages, epsilon=1.0, delta=1e-5, limits=Limits(seconds=0.03))
+    assert 10 <= next(priced) <= 31
+    assert next(made) == len(stages)
+    found = allocate(stages, epsilon=1.0, delta=1e-5, bound=renyi)
+    assert not found.reason
+    assert found.bracket.upper <= 1.0
+    # The terms are made once more for all stages together in each round.
+    assert next(made) <= 2 * len(stages) + 1 + calibrate._ROUNDS
+
+
+def test_an_allocation_cut_short_after_an_answer_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_time(*_: Any) -> Any:
+        raise UndecidableBound("the time was over")
+
+    monkeypatch.setattr(calibrate, "_best_order", no_time)
+    found = allocate([Stage(Gaussian(1.0))], epsilon=1.0, delta=1e-5)
+    assert found.bracket.upper <= 1.0
+    assert "cut short" in found.reason
+    assert found.shares == ()
+
+
+def test_a_stages_terms_move_with_its_noise() -> None:
+    kinds: list[Mechanism] = [
+        Gaussian(1.0, 3),
+        Laplace(1.0),
+        SubsampledGaussian(0.1, 1.0, 5),
+        DPSGD(0.05, 1.0, 500),
+        BLOCK,
+        BY_CLASS,
+    ]
+    best = calibrate._AtOrder(math.inf, 4.0, "remove")
+    for m in kinds:
+        source = calibrate._noise_source(0, Stage(m))
+        for noise in (0.7, 3.0):
+            (terms, *_) = dominating_terms(source.at(noise))
+            assert source.cost(noise, best) == pytest.approx(
+                calibrate._cost(terms, 4.0, "remove"), rel=1e-12
+            )
+
+
+def test_a_stage_with_several_noises_is_named() -> None:
+    block = replace(BLOCK, beta=tuple(1.0 + 0.01 * i for i in range(BLOCK.block_steps)))
+    with pytest.raises(InvalidRequest, match="one beta for all steps") as caught:
+        allocate([Stage(Gaussian(1.0)), Stage(block)], epsilon=1.0, delta=1e-5)
+    assert caught.value.field == "stages[1].mechanism"
 
 
 def test_rdp_ends_with_its_time() -> None:
