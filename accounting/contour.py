@@ -19,8 +19,7 @@ which is summed over a lattice of t. docs/accounting.md derives every step; in s
   narrow Gaussian (upper) and by a smooth test (lower), which cost a little width.
 - **Rounding.** Every operation's error is bounded, node by node, and enters the bounds.
 
-Basic assumptions: IEEE double arithmetic with rounding to nearest, and exp, log, log1p, sin, cos,
-arctan2 right within 4 units in the last place (sin and cos: absolutely, 8 units of 2^-53).
+What is assumed of the arithmetic stands in docs/accounting.md, "What is assumed".
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ _NODES: Final = 40
 _NODE_ERROR: Final = 4.0 * U
 _WEIGHT_ERROR: Final = 16.0 * U
 # Bernstein ellipses that are tried for a panel's error bound: sum of the semi-axes over the
-# half-width. The bound is (64/15) F rho^(-2n) / (1 - rho^-2) times the half-width (Trefethen 2013,
-# theorem 19.3), F the largest modulus inside the ellipse.
+# half-width. The bound is (64/15) F rho^(-2n) / (1 - rho^-2) times the half-width for n nodes, F
+# the largest modulus inside the ellipse; docs/accounting.md derives it.
 _RHO: Final = np.array([1.25, 1.5, 1.8, 2.2, 2.8, 3.6, 5.0, 8.0])[:, None]
 _SEMI_X: Final = 0.5 * (_RHO + 1.0 / _RHO)
 _SEMI_Y: Final = 0.5 * (_RHO - 1.0 / _RHO)
@@ -71,6 +70,8 @@ _LEAST_NORMAL: Final = 2.3e-308
 _WIDE: Final = 1e-60  # outside of windows for a first look, when delta may be anything
 _LONG: Final = 2.0 * math.pi * 2_000.0  # of a sum that is worth looking for a shorter one
 _ENOUGH: Final = 45.0  # nats of decay beyond which a truncated sum's rest is nothing
+
+_FARTHEST: Final = 1e18  # of epsilons that are tried: its products with t are still numbers
 
 _AT_ONCE: Final = 2**19  # terms of a sum over nodes and epsilons that are held at a time
 
@@ -1252,10 +1253,13 @@ class Contour:
                     slip = some.error * part_of + 8.0 * _LIB * np.abs(values)
                     found = replace(found, error=found.error + 2.0 * slip)
                     log_rest += part.count * _log1p(-values / found.values())
-                    at_end = mark.decay(c, float(t[-1]), found.scale, 1.0)
-                    # phi(c) from below, but not so far that it could not be told from 0
-                    most = max(float(found.values()[0].real - found.error[0]), 1e-3)
-                    marked_decay += part.count * math.exp(-at_end) / most
+                    bulk = float(found.values()[0].real)
+                    above_bulk = (bulk + float(found.error[0])) * (1.0 + 4.0 * U)
+                    at_end = mark.decay(c, float(t[-1]), found.scale, above_bulk)
+                    below_bulk = (bulk - float(found.error[0])) * (1.0 - 4.0 * U)
+                    if not below_bulk > 0.0:
+                        raise OutOfReach("rounding hides the transform")
+                    marked_decay += part.count * math.exp(-at_end) / below_bulk
                     modulus = np.abs(values) + np.abs(found.values() - values)
                 else:
                     modulus = np.abs(found.values())
@@ -1285,8 +1289,10 @@ class Contour:
         start = float(log_psi[0].real)
         base.append(start)
         size += abs(start)
-        log_psi, above = log_psi - start, above - start
+        if not math.isfinite(start):
+            raise OutOfReach("rounding hides the transform")
         with np.errstate(all="ignore"):
+            log_psi, above = log_psi - start, above - start
             psi = np.exp(log_psi + gauss)
             # |product of rounded factors - product| <= product(|.| + e) - product |.|
             most = np.exp(np.minimum(above + gauss.real, _FAR / 2.0) + 1e-9)
@@ -1433,7 +1439,7 @@ class Contour:
         large = np.maximum(self._large[0] - scale * self._large_below[1], 0.0)
         large = np.where(epsilon < _FAR, large, 0.0)
         bound = value - self._alias(epsilon) + large
-        return np.where(front < math.inf, bound, -math.inf)
+        return np.where((front < math.inf) & ~np.isnan(bound), bound, -math.inf)
 
     def _alias(self, epsilon: Array) -> Array:
         """Upper bounds on the other terms of the lower sum."""
@@ -1708,9 +1714,9 @@ def _solve(contour: Contour, delta: float, start: float, slope: float) -> tuple[
     high = _root(lambda x: at(contour.upper, x), delta, start, slope)
     # The bound need not be monotone, so what is returned was itself evaluated.
     step = 1e-9 * max(high, 1e-9)
-    while high < 1e300 and not at(contour.upper, high) <= delta:
+    while high < _FARTHEST and not at(contour.upper, high) <= delta:
         high, step = high + step, 4.0 * step
-    if not (high < 1e300 and at(contour.upper, high) <= delta):
+    if not (high < _FARTHEST and at(contour.upper, high) <= delta):
         high = math.inf
     low = _root(lambda x: at(contour.lower, x), delta, high if high < math.inf else start, slope)
     step = 1e-9 * max(low, 1e-9)
@@ -1742,6 +1748,7 @@ def _root(bound: Callable[[float], float], delta: float, start: float, slope: fl
             new, last = x + gap / rate, (x, gap)
             if not low < new < high:
                 new = 0.5 * (low + high) if high < math.inf else 2.0 * max(x, 1.0 / slope)
+        new = min(new, _FARTHEST)
         if abs(new - x) <= 1e-8 * max(new, 1e-9):
             return new
         x = new
