@@ -28,6 +28,7 @@ from accounting import closed_forms, contour, cumulants
 from accounting.clock import Clock
 from accounting.errors import InvalidRequest
 from accounting.mechanisms import (
+    MAX_EPSILON,
     NEIGHBORING_RELATION,
     ApproximateDPTerm,
     GaussianTerm,
@@ -37,10 +38,10 @@ from accounting.mechanisms import (
     mechanism_digest,
     realised_terms,
 )
+from accounting.rounding import U, float_above
 
 VERSION: Final = "2"  # of the numbers: it changes when an answer may
 CACHE_SIZE: Final = 4096
-MAX_EPSILON: Final = 1e6
 MAX_POINTS: Final = 1000
 RELATIVE_TOLERANCE: Final = 1e-3
 ABSOLUTE_TOLERANCE: Final = 1e-3
@@ -445,7 +446,7 @@ def _for_contour(terms: tuple[Term, ...], clock: Clock) -> Clock:
 
 def _less(delta: float, tiny: float) -> float:
     """delta - tiny, rounded down."""
-    return (delta - tiny) * (1.0 - 4.0 * contour.U)
+    return (delta - tiny) * (1.0 - 4.0 * U)
 
 
 def _meet(best: Bracket, other: Bracket) -> Bracket:
@@ -486,7 +487,7 @@ def _formulas(terms: tuple[Term, ...]) -> list[tuple[tuple[Term, ...], float]]:
         left = [v for i, v in enumerate(each) if i not in chosen]
         if left:
             some = tuple(terms[i] for i in sorted(chosen))
-            found.append((some, math.fsum(left) * (1.0 + 4.0 * contour.U)))
+            found.append((some, math.fsum(left) * (1.0 + 4.0 * U)))
     return found
 
 
@@ -552,7 +553,7 @@ def _curve(terms: tuple[Term, ...], points: list[float], clock: Clock) -> dict[f
     lower, upper, directions, errors = contour.delta_of(terms, np.array(points), own)
     reason = "the time was over" if own.ran_out else _NO_LESS
     out = {
-        e: DeltaBracket(float(lower[i]), float(upper[i]), e, directions[i], "contour", errors)
+        e: DeltaBracket(float(lower[i]), float(upper[i]), e, directions[i], "contour", errors[i])
         for i, e in enumerate(points)
     }
     for e in (e for e in points if _is_wide(out[e])):
@@ -576,7 +577,7 @@ def _curve(terms: tuple[Term, ...], points: list[float], clock: Clock) -> dict[f
 
 def _beside(best: DeltaBracket, rest: DeltaBracket, tiny: float) -> DeltaBracket:
     """The bracket of delta, given that of all parts but those with a total variation of tiny."""
-    upper = min(1.0, (rest.upper + tiny) * (1.0 + 4.0 * contour.U))
+    upper = min(1.0, (rest.upper + tiny) * (1.0 + 4.0 * U))
     lower = max(best.lower, rest.lower)
     if upper < best.upper:
         errors = rest.error_terms | {"absorbed": tiny}
@@ -645,12 +646,7 @@ def _as_declared(terms: tuple[Term, ...], delta: float) -> float | None:
             return None
         total_epsilon += Fraction(term.epsilon) * term.count
         total_delta += Fraction(term.delta) * term.count
-    return _float_above(total_epsilon) if total_delta <= Fraction(repr(delta)) else None
-
-
-def _float_above(value: Fraction) -> float:
-    near = float(value)
-    return near if Fraction(near) >= value else math.nextafter(near, math.inf)
+    return float_above(total_epsilon) if total_delta <= Fraction(repr(delta)) else None
 
 
 def _worst_declared_epsilon(term: Term, delta: float) -> float:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, cast
@@ -26,11 +24,13 @@ from scipy.optimize import brentq
 
 from accounting import bounds, cumulants
 from accounting.bounds import Bracket, DeltaBracket, Limits
+from accounting.callable import make_callable
 from accounting.clock import Clock
 from accounting.errors import InvalidMechanism, InvalidRequest, UndecidableBound
 from accounting.mechanisms import (
     LARGEST,
     MAX_COUNT,
+    MAX_EPSILON,
     SMALLEST,
     ApproximateDPTerm,
     ClassShare,
@@ -183,7 +183,7 @@ def calibrate(
 def check_epsilon(value: object, name: str = "target.epsilon") -> float:
     """A target's epsilon: a number in [SMALLEST, MAX_EPSILON], or InvalidRequest."""
     try:
-        return check_positive(name, value, at_most=bounds.MAX_EPSILON)
+        return check_positive(name, value, at_most=MAX_EPSILON)
     except InvalidMechanism as error:
         raise InvalidRequest(name, error.reason) from None
 
@@ -554,7 +554,7 @@ _RANGES: Final[Mapping[str, _Range]] = {
     "noise_multiplier": _Range(False, True, SMALLEST, LARGEST),
     "beta": _Range(False, True, SMALLEST, LARGEST),
     "clip_norm": _Range(False, False, SMALLEST, LARGEST),
-    "epsilon": _Range(False, False, SMALLEST, bounds.MAX_EPSILON),
+    "epsilon": _Range(False, False, SMALLEST, MAX_EPSILON),
     "sampling_probability": _Range(False, False, SMALLEST, 1.0, ends=True),
     "count": _Range(True, False, 1, MAX_COUNT),
     "steps": _Range(True, False, 1, MAX_COUNT),
@@ -956,11 +956,4 @@ def _height(epsilon: float, target: float) -> float:
     return min(max(math.log(epsilon) - math.log(target), -_CAP), _CAP)
 
 
-class _CallableModule(types.ModuleType):
-    """The package's face has a call and a module of one name: ``accounting.calibrate(m, ...)``."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return calibrate(*args, **options)
-
-
-sys.modules[__name__].__class__ = _CallableModule
+make_callable(__name__, calibrate)

@@ -30,11 +30,10 @@ from scipy.special import gammaln
 
 from accounting import gaussian_dp
 from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
+from accounting.rounding import SLACK, U
 
 MAX_SUMS: Final = 4_000  # of losses of randomised responses
 _LOUDEST: Final = 8  # single outputs that are looked at for a lower bound
-_U: Final = 2.0**-53
-_E: Final = 64.0 * _U  # relative; no chain of operations here has as many as 64 roundings
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,9 @@ def delta_bounds(terms: Sequence[Term], epsilon: float) -> Exact | None:
         return Exact(*_sampled_delta(term, epsilon), "remove", "closed_form")
     if isinstance(term, LaplaceTerm):
         gap = 0.5 * (term.inverse_scale - epsilon)
-        slack = _E * (term.inverse_scale + epsilon)
+        slack = SLACK * (term.inverse_scale + epsilon)
         lower, upper = (max(0.0, -math.expm1(-max(0.0, gap + s))) for s in (-slack, slack))
-        return Exact(lower * (1.0 - _E), min(1.0, upper * (1.0 + _E)), "both", "closed_form")
+        return Exact(lower * (1.0 - SLACK), min(1.0, upper * (1.0 + SLACK)), "both", "closed_form")
     responses = _all_responses(terms)
     if responses is not None:
         below, above = (_Responses(responses, up=up) for up in (False, True))
@@ -105,9 +104,9 @@ def top_bounds(terms: Sequence[Term], delta: float) -> tuple[float, float] | Non
         else:
             return None
     top = math.fsum(largest)
-    share = delta * math.exp(min(-math.fsum(log_p) * (1.0 + _E) + _E, 700.0)) * (1.0 + _E)
-    low = top * (1.0 - _E) + math.log1p(-share) * (1.0 + _E) if share < 1.0 else 0.0
-    return max(0.0, low), top * (1.0 + _E)
+    share = delta * math.exp(min(-math.fsum(log_p) * (1.0 + SLACK) + SLACK, 700.0)) * (1.0 + SLACK)
+    low = top * (1.0 - SLACK) + math.log1p(-share) * (1.0 + SLACK) if share < 1.0 else 0.0
+    return max(0.0, low), top * (1.0 + SLACK)
 
 
 def least_epsilon(terms: Sequence[Term], delta: float) -> float:
@@ -219,14 +218,14 @@ def _sampled_epsilon(term: GaussianTerm, delta: float) -> tuple[float, float]:
         return 0.0, 0.0  # delta(0) is q times a total variation distance
     out = []
     for side, sign in ((0, 1.0), (1, -1.0)):
-        share = delta / q * (1.0 + sign * 4.0 * _U)
+        share = delta / q * (1.0 + sign * 4.0 * U)
         if not share < 1.0:
             out.append(0.0)
             continue
         x = gaussian_dp.epsilon_bounds((mu, mu), share)[side]
         # log(1 + q (e^x - 1))
         value = math.log1p(q * math.expm1(x)) if x < 30.0 else _far(x, q)
-        out.append(max(0.0, value * (1.0 - sign * _E)))
+        out.append(max(0.0, value * (1.0 - sign * SLACK)))
     return out[0], out[1]
 
 
@@ -240,10 +239,10 @@ def _sampled_delta(term: GaussianTerm, epsilon: float) -> tuple[float, float]:
         x = math.log1p(math.expm1(epsilon) / q)
     else:
         x = epsilon - math.log(q) + math.log1p((q - 1.0) * math.exp(-epsilon))
-    slack = _E * (abs(x) + abs(math.log(q)))
+    slack = SLACK * (abs(x) + abs(math.log(q)))
     low = gaussian_dp.delta_bounds((mu, mu), x + slack)[0]
     high = gaussian_dp.delta_bounds((mu, mu), max(0.0, x - slack))[1]
-    return q * low * (1.0 - _E), min(1.0, q * high * (1.0 + _E))
+    return q * low * (1.0 - SLACK), min(1.0, q * high * (1.0 + SLACK))
 
 
 # -- Laplace ---------------------------------------------------------------------------------------
@@ -251,7 +250,7 @@ def _sampled_delta(term: GaussianTerm, epsilon: float) -> tuple[float, float]:
 
 def _laplace_epsilon(term: LaplaceTerm, delta: float) -> tuple[float, float]:
     value = term.inverse_scale + 2.0 * math.log1p(-delta)
-    slack = _E * (term.inverse_scale - 2.0 * math.log1p(-delta))
+    slack = SLACK * (term.inverse_scale - 2.0 * math.log1p(-delta))
     return max(0.0, value - slack), max(0.0, value + slack)
 
 
@@ -275,13 +274,13 @@ class _Responses:
             choose = gammaln(n + 1.0) - gammaln(k + 1.0) - gammaln(n - k + 1.0)
             one = choose - k * e - n * math.log1p(math.exp(-e))
             # gammaln is taken to be right to 32 units of 2^-53.
-            error += 64.0 * _U * (1.0 + 3.0 * float(gammaln(n + 1.0)) + 3.0 * n * (1.0 + e))
+            error += 64.0 * U * (1.0 + 3.0 * float(gammaln(n + 1.0)) + 3.0 * n * (1.0 + e))
             size += n * e
             loss = np.add.outer(loss, (n - 2.0 * k) * e).ravel()
             log_pmf = np.add.outer(log_pmf, one).ravel()
         self._loss, self._pmf = loss, np.exp(log_pmf)
         self._factor = 1.0 + error if up else 1.0 - error
-        self._slack = (_E if up else -_E) * size
+        self._slack = (SLACK if up else -SLACK) * size
         self._up = up
 
     def delta(self, epsilon: float) -> float:
@@ -293,7 +292,7 @@ class _Responses:
         return min(1.0, max(least, value))
 
     def epsilon(self, delta: float) -> float:
-        low, high = 0.0, float(self._loss.max()) * (1.0 + _E)
+        low, high = 0.0, float(self._loss.max()) * (1.0 + SLACK)
         if self.delta(0.0) <= delta:
             return 0.0
         # Invariant: delta(low) > delta >= delta(high), as far as the rounded values show.

@@ -37,13 +37,13 @@ from scipy.special import log_ndtr, ndtri
 from accounting import cumulants
 from accounting.clock import Clock
 from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
+from accounting.rounding import U
 
 Array = NDArray[np.float64]
 Complex = NDArray[np.complex128]
 Direction = Literal["remove", "add"]
 Worse = Literal["remove", "add", "both"]
 
-U: Final = 2.0**-53
 _LIB: Final = 8.0 * U  # relative error of an elementary function: 4 units in the last place
 _LOG_SQRT_2PI: Final = 0.5 * math.log(2.0 * math.pi)
 _FAR: Final = 700.0  # exp of more would overflow
@@ -79,7 +79,7 @@ MAX_T_NODES: Final = 100_000
 MAX_Z_NODES: Final = 200_000
 MAX_WORK: Final = 4e8  # t nodes times z nodes of all parts
 ACCURACY: Final = 2e-3  # of delta's brackets, relative
-LEAST_DELTA: Final = 1e-290
+_NO_DELTA: Final = 1e-290  # an upper end as small is narrow enough with any lower one
 # Outside these, sums and squares of losses leave double precision.
 MOST_MU: Final = 200.0
 LEAST_MU: Final = 1e-12
@@ -1832,10 +1832,12 @@ def _directed(terms: Sequence[Term]) -> bool:
 
 def delta_of(
     terms: Sequence[Term], epsilons: Array, clock: Clock
-) -> tuple[Array, Array, list[Worse], dict[str, float]]:
-    """(lower, upper, worse direction, error terms) of delta at each of the sorted epsilons.
+) -> tuple[Array, Array, list[Worse], list[dict[str, float]]]:
+    """(lower, upper, worse direction, its error terms) of delta at each of the sorted epsilons.
 
-    The terms' own deltas are left out. An epsilon that no contour reached has the bounds 0 and 1.
+    One contour serves many epsilons: the error terms are those of the last one made for the
+    direction. The terms' own deltas are left out. An epsilon that no contour reached has the
+    bounds 0 and 1.
     """
     # delta(0) bounds the whole curve.
     top = min(1.0, total_variation(terms))
@@ -1843,18 +1845,19 @@ def delta_of(
     try:
         _check_range(terms)
     except OutOfReach:
-        return *start, ["both"] * len(epsilons), {}
+        return *start, ["both"] * len(epsilons), [{}] * len(epsilons)
     whole = Composition(terms, "remove", clock)
     low, high, errors = _deltas(whole, epsilons, *start, start[0])
     names: list[Worse] = ["remove"] * len(epsilons)
     if not _directed(terms):
-        return low, high, ["both"] * len(epsilons), errors
+        return low, high, ["both"] * len(epsilons), [errors] * len(epsilons)
     # Where a Renyi bound lies below the other direction already, no more needs to be known.
     caps = np.minimum(_renyi_caps(terms, epsilons, clock), start[1])
     whole = Composition(terms, "add", clock)
     other = _deltas(whole, epsilons, start[0], caps, low)
     names = ["add" if b > a else "remove" for a, b in zip(high, other[1], strict=True)]
-    return np.maximum(low, other[0]), np.maximum(high, other[1]), names, errors
+    of_each = [other[2] if name == "add" else errors for name in names]
+    return np.maximum(low, other[0]), np.maximum(high, other[1]), names, of_each
 
 
 def _renyi_caps(terms: Sequence[Term], epsilons: Array, clock: Clock) -> Array:
@@ -1897,7 +1900,7 @@ def _deltas(
     high[beyond] = 0.0
     given_up = beyond | (high <= enough)
     while True:
-        wanted = ~given_up & (high - low > ACCURACY * high) & (high > LEAST_DELTA)
+        wanted = ~given_up & (high - low > ACCURACY * high) & (high > _NO_DELTA)
         places = np.flatnonzero(wanted)
         if not len(places) or whole.clock.is_over():
             break
@@ -1963,7 +1966,7 @@ def _one_delta(
         here = np.array([at])
         upper, lower = float(contour.upper(here)[0]), float(contour.lower(here)[0])
         terms = contour.error_terms(at)
-        if upper - lower <= ACCURACY * upper or upper < LEAST_DELTA:
+        if upper - lower <= ACCURACY * upper or upper < _NO_DELTA:
             break
         spare = 0.0
         excess = terms["rounding_and_quadrature"] / (0.2 * ACCURACY * upper)

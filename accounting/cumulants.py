@@ -72,6 +72,7 @@ from accounting.mechanisms import (
     Term,
     dominating_terms,
 )
+from accounting.rounding import SLACK, float_above
 
 MAX_NODES: Final = 50_000
 _CHUNK: Final = 1 << 15  # nodes in one array: it and its kin stay in the processor's cache
@@ -79,8 +80,6 @@ _FEW: Final = 16  # up to so many terms, each cost is remembered by itself
 MIN_ORDER: Final = 1.0 + 2.0**-20
 MAX_ORDER: Final = 1e6
 
-_U: Final = 2.0**-53
-_SLACK: Final = 64 * _U  # relative; no chain of operations here has as many as 64 roundings
 _REACH: Final = 9.5  # Phi(-9.5) = 1e-21: the tails stay below the rounding of a value near 1
 _LOG_2_OVER_ETA: Final = math.log(2e17)
 _LOG_SQRT_2PI: Final = 0.5 * math.log(2.0 * math.pi)
@@ -132,13 +131,13 @@ def directed_costs(terms: tuple[Term, ...], order: float) -> tuple[float, float]
         if isinstance(term, LaplaceTerm):
             one = laplace_cost(term.inverse_scale, order)
         elif isinstance(term, ApproximateDPTerm):
-            one = pure_dp_cost(_float_above(term), order)
+            one = pure_dp_cost(float_above(term.epsilon), order)
         else:
             continue
         remove.append(term.count * one)
         add.append(term.count * one)
     # fsum and each product round once.
-    return math.fsum(remove) * (1.0 + _SLACK), math.fsum(add) * (1.0 + _SLACK)
+    return math.fsum(remove) * (1.0 + SLACK), math.fsum(add) * (1.0 + SLACK)
 
 
 @functools.lru_cache(maxsize=512)
@@ -147,12 +146,7 @@ def _many_costs(terms: tuple[GaussianTerm, ...], order: float) -> tuple[float, f
     q = np.array([t.sampling_probability for t in terms])
     mu = np.array([t.mu for t in terms])
     remove, add = (math.fsum(counts * cost) for cost in _gaussian_costs(q, mu, order))
-    return remove * (1.0 + _SLACK), add * (1.0 + _SLACK)
-
-
-def _float_above(term: ApproximateDPTerm) -> float:
-    near = float(term.epsilon)
-    return near if near >= term.epsilon else math.nextafter(near, math.inf)
+    return remove * (1.0 + SLACK), add * (1.0 + SLACK)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,8 +172,8 @@ def pure_dp_cost(epsilon: float, order: float) -> float:
         + math.log1p(math.exp(-(2.0 * order - 1.0) * epsilon))
         - math.log1p(math.exp(-epsilon))
     )
-    response = (log_i + _SLACK * (1.0 + s * epsilon)) / s
-    return max(0.0, min(response, epsilon, 0.5 * order * epsilon * epsilon) * (1.0 + _SLACK))
+    response = (log_i + SLACK * (1.0 + s * epsilon)) / s
+    return max(0.0, min(response, epsilon, 0.5 * order * epsilon * epsilon) * (1.0 + SLACK))
 
 
 def laplace_cost(inverse_scale: float, order: float) -> float:
@@ -202,7 +196,7 @@ def laplace_cost(inverse_scale: float, order: float) -> float:
     else:
         # log I >= 0.3 here, of the size of s x, and so is what is rounded.
         log_i = s * x + math.log(a + b * math.exp(-(2.0 * order - 1.0) * x))
-    return min(log_i / s * (1.0 + _SLACK), pure_dp_cost(x, order))
+    return min(log_i / s * (1.0 + SLACK), pure_dp_cost(x, order))
 
 
 def _exp_rest(y: float) -> float:
@@ -234,14 +228,14 @@ def _gaussian_costs(q: Array, mu: Array, order: float) -> tuple[Array, Array]:
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
         mu = np.maximum(mu, _MU_LEAST)
         whole = (q == 1.0) & (mu < _MU_MOST)
-        remove[whole] = add[whole] = 0.5 * order * mu[whole] ** 2 * (1.0 + _SLACK)
+        remove[whole] = add[whole] = 0.5 * order * mu[whole] ** 2 * (1.0 + SLACK)
         sampled = (q < 1.0) & (mu < _MU_MOST)
         if sampled.any():
             q, mu = q[sampled], mu[sampled]
             least = _least(_closed_remove(q, mu, order), _lattices(q, mu, order, remove=True))
-            remove[sampled] = least / s * (1.0 + _SLACK)
+            remove[sampled] = least / s * (1.0 + SLACK)
             least = _least(_closed_add(q, mu, order), _lattices(q, mu, order, remove=False))
-            add[sampled] = least / s * (1.0 + _SLACK)
+            add[sampled] = least / s * (1.0 + SLACK)
     return remove, add
 
 
@@ -252,18 +246,18 @@ def _least(closed: Array, lattice: Array) -> Array:
 
 def _log_mix(q: Array, t: Array) -> Array:
     """log(1 - q + q e^t) for t >= 0, rounded up."""
-    near = np.log1p(q * np.expm1(t)) * (1.0 + _SLACK)
-    far = t + np.log(q + (1.0 - q) * np.exp(-t)) + _SLACK * (t + np.abs(np.log(q)) + 1.0)
+    near = np.log1p(q * np.expm1(t)) * (1.0 + SLACK)
+    far = t + np.log(q + (1.0 - q) * np.exp(-t)) + SLACK * (t + np.abs(np.log(q)) + 1.0)
     return np.where(t < 1.0, near, far)
 
 
 def _closed_remove(q: Array, mu: Array, order: float) -> Array:
-    return order * _log_mix(q, 0.5 * (order - 1.0) * mu * mu) * (1.0 + _SLACK)
+    return order * _log_mix(q, 0.5 * (order - 1.0) * mu * mu) * (1.0 + SLACK)
 
 
 def _closed_add(q: Array, mu: Array, order: float) -> Array:
     s = order - 1.0
-    none = -s * np.log1p(-q) * (1.0 + _SLACK)
+    none = -s * np.log1p(-q) * (1.0 + SLACK)
     return np.minimum(none, _log_mix(q, 0.5 * s * order * mu * mu))
 
 
@@ -301,12 +295,12 @@ def _remove_rows(z: Array, q: Array, mu: Array, order: float) -> tuple[Array, tu
     z_lo, z_hi = z[:, 0], z[:, -1]
     log_u, noise = _log_ratio(z, q, mu)
     half = 0.5 * z * z
-    exponents = order * log_u - half + _SLACK * (1.0 + half + order * noise)
+    exponents = order * log_u - half + SLACK * (1.0 + half + order * noise)
     x_hi = mu * (z_hi - 0.5 * mu)
     left = order * log_u[:, 0] + _log_ndtr(z_lo)
     right = 0.5 * order * s * mu * mu + order * (log_u[:, -1] - x_hi) + _log_ndtr(order * mu - z_hi)
     # The tails' exponents are far larger than their value; their rounding is raised likewise.
-    slack = _SLACK * (1.0 + order * (mu * (z_hi + mu) + np.abs(np.log(q)) + order * mu * mu))
+    slack = SLACK * (1.0 + order * (mu * (z_hi + mu) + np.abs(np.log(q)) + order * mu * mu))
     return exponents, (left + slack, right + slack)
 
 
@@ -316,15 +310,15 @@ def _add_rows(z: Array, q: Array, mu: Array, order: float) -> tuple[Array, tuple
     z_lo, z_hi = z[:, 0], z[:, -1]
     log_u, noise = _log_ratio(z, q, mu)
     half = 0.5 * z * z
-    exponents = -half - s * log_u + _SLACK * (1.0 + half + s * noise)
+    exponents = -half - s * log_u + SLACK * (1.0 + half + s * noise)
     log_none = -np.log1p(-q)
     left = s * log_none + _log_ndtr(z_lo)
     x_lo = mu * (z_lo - 0.5 * mu)
     other = 0.5 * s * order * mu * mu - s * (log_u[:, 0] - x_lo) + _log_ndtr(z_lo + s * mu)
-    other += _SLACK * s * (mu * (np.abs(z_lo) + mu) + np.abs(np.log(q)) + order * mu * mu)
+    other += SLACK * s * (mu * (np.abs(z_lo) + mu) + np.abs(np.log(q)) + order * mu * mu)
     left = np.where(z_lo <= -s * mu, np.fmin(left, other), left)
     right = -s * log_u[:, -1] + _log_ndtr(-z_hi)
-    slack = _SLACK * (1.0 + z_lo * z_lo + s * (log_none + noise[:, -1]))
+    slack = SLACK * (1.0 + z_lo * z_lo + s * (log_none + noise[:, -1]))
     return exponents, (left + slack, right + slack)
 
 
@@ -341,7 +335,7 @@ def _spacing(mu: Array, s: float) -> tuple[Array, Array]:
     h = 2.0 * np.pi * a / (_LOG_2_OVER_ETA + log_m)
     best = np.arange(len(mu)), np.argmax(h, axis=1)
     decay = 2.0 * np.pi * a[best] / h[best]
-    log_eta = math.log(2.0) + log_m[best] - decay - np.log1p(-np.exp(-decay)) + _SLACK * decay
+    log_eta = math.log(2.0) + log_m[best] - decay - np.log1p(-np.exp(-decay)) + SLACK * decay
     return h[best], log_eta
 
 
@@ -361,7 +355,7 @@ def _log_ratio(z: Array, q: Array, mu: Array) -> tuple[Array, Array]:
 
 def _log_ndtr(x: Array) -> Array:
     value = np.asarray(_scipy_log_ndtr(x), dtype=np.float64)
-    return value + _SLACK * (1.0 + np.abs(value))
+    return value + SLACK * (1.0 + np.abs(value))
 
 
 def _log_total(exponents: Array, h: Array, log_eta: Array, tails: tuple[Array, Array]) -> Array:
@@ -371,7 +365,7 @@ def _log_total(exponents: Array, h: Array, log_eta: Array, tails: tuple[Array, A
     for tail in tails:
         total = total + np.exp(np.minimum(700.0, tail + _LOG_SQRT_2PI - peak))
     log_i: Array = peak + np.log(total) - _LOG_SQRT_2PI - np.log1p(-np.exp(log_eta))
-    return log_i + _SLACK * (1.0 + np.abs(peak))
+    return log_i + SLACK * (1.0 + np.abs(peak))
 
 
 def _row_sums(values: Array) -> Array:
@@ -397,7 +391,7 @@ def conversion(order: float, log_delta: float) -> float:
     s = order - 1.0
     gain, price = math.log1p(-1.0 / order), (log_delta + math.log(order)) / s
     size = abs(gain) + (abs(log_delta) + math.log(order)) / s
-    return gain - price + _SLACK * (1.0 + size)
+    return gain - price + SLACK * (1.0 + size)
 
 
 def renyi_epsilon(m: Mechanism, delta: float) -> float:
@@ -420,7 +414,7 @@ def best_epsilon(terms: tuple[Term, ...], delta: float) -> tuple[float, float, s
     def at(order: float) -> _Found:
         remove, add = directed_costs(terms, order)
         epsilon = max(remove, add) + conversion(order, log_delta)
-        epsilon += _SLACK * abs(epsilon)
+        epsilon += SLACK * abs(epsilon)
         return _or_inf(epsilon), order, _dominating(remove, add)
 
     epsilon, order, direction = _least_over_orders(at, thorough=len(terms) <= _FEW)
@@ -439,9 +433,9 @@ def best_delta(terms: tuple[Term, ...], epsilon: float) -> tuple[float, float, s
         remove, add = directed_costs(terms, order)
         cost = max(remove, add)
         inside = cost - epsilon + math.log1p(-1.0 / order)
-        inside += _SLACK * (cost + epsilon + 1.0 + abs(math.log1p(-1.0 / order)))
+        inside += SLACK * (cost + epsilon + 1.0 + abs(math.log1p(-1.0 / order)))
         log_delta = s * inside - math.log(order)
-        log_delta += _SLACK * (1.0 + abs(s * inside) + math.log(order))
+        log_delta += SLACK * (1.0 + abs(s * inside) + math.log(order))
         return _or_inf(log_delta), order, _dominating(remove, add)
 
     log_delta, order, direction = _least_over_orders(at, thorough=len(terms) <= _FEW)
@@ -449,7 +443,7 @@ def best_delta(terms: tuple[Term, ...], epsilon: float) -> tuple[float, float, s
         return 1.0, order, direction
     # exp is right to some units in the last place down to the smallest normal double.
     inside = max(1e-300, math.exp(log_delta))
-    return min(1.0, (mass + inside) * (1.0 + _SLACK)), order, direction
+    return min(1.0, (mass + inside) * (1.0 + SLACK)), order, direction
 
 
 def mass_at_infinity(terms: tuple[Term, ...]) -> float:
@@ -460,7 +454,7 @@ def mass_at_infinity(terms: tuple[Term, ...]) -> float:
             if term.delta >= 1:
                 return 1.0
             logs.append(term.count * math.log1p(-float(term.delta)))
-    return -math.expm1(math.fsum(logs)) * (1.0 + _SLACK) if logs else 0.0
+    return -math.expm1(math.fsum(logs)) * (1.0 + SLACK) if logs else 0.0
 
 
 _Found = tuple[float, float, str]  # the bound, its order, the direction that dominates

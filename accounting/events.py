@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from decimal import Decimal
 from fractions import Fraction
 
 from accounting.errors import InvalidMechanism
@@ -24,6 +23,7 @@ from accounting.mechanisms import (
     Term,
     dominating_terms,
 )
+from accounting.rounding import float_above
 
 
 def from_dp_accounting(event: object) -> DpEvent:
@@ -85,7 +85,7 @@ def _event_of(term: Term) -> Event:
         # The pair of randomised response, which dominates every (epsilon, 0)-DP mechanism.
         one = Event(
             "DiscreteLaplaceDpEvent",
-            (("noise_parameter", _float_above(term.epsilon)), ("sensitivity", 1)),
+            (("noise_parameter", float_above(term.epsilon)), ("sensitivity", 1)),
         )
     else:
         one = Event("LaplaceDpEvent", (("noise_multiplier", _noise(term.inverse_scale)),))
@@ -99,11 +99,6 @@ def _noise(mu: float) -> float:
     near = 1.0 / mu
     exact = Fraction(near) * Fraction(mu) <= 1
     return near if exact else math.nextafter(near, 0.0)
-
-
-def _float_above(value: Decimal) -> float:
-    near = float(value)
-    return near if Fraction(near) >= Fraction(value) else math.nextafter(near, math.inf)
 
 
 def _fields_of(node: object) -> object:

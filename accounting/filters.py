@@ -49,6 +49,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from accounting import cumulants
 from accounting.errors import InvalidMechanism, InvalidRequest
+from accounting.mechanisms import MAX_EPSILON as MOST_EPSILON
 from accounting.mechanisms import (
     ApproximateDP,
     Composition,
@@ -68,7 +69,7 @@ DELTA_UNITS: Final = 10**18
 INFINITE: Final = 2**63 - 1
 _MOST_UNITS: Final = 10**13
 
-MAX_EPSILON: Final = "1000"
+MAX_EPSILON: Final = 1_000  # of a budget; a mechanism may have far more
 MAX_RELEASES: Final = 1_000_000
 INFINITE_ORDER: Final = "inf"
 
@@ -148,7 +149,7 @@ class Budget:
         if int(Fraction(number) * EPSILON_UNITS) < 1:
             raise InvalidRequest("epsilon", f"must be at least {1 / EPSILON_UNITS:g}")
         small = self.delta
-        _rename("delta", lambda: check_decimal("", small, zero_allowed=False, at_most="1"))
+        _rename("delta", lambda: check_decimal("", small, zero_allowed=False, at_most=1))
         if small >= 1:
             raise InvalidRequest("delta", "must lie strictly between 0 and 1")
         infinite = int(Fraction(small) * DELTA_UNITS * _shares(self)[0] / 100)
@@ -263,7 +264,7 @@ def _object(
 
 
 def _decimal(name: str, value: object) -> Decimal:
-    return _rename(name, lambda: check_decimal("", value, zero_allowed=True, at_most="1e6"))
+    return _rename(name, lambda: check_decimal("", value, zero_allowed=True, at_most=MOST_EPSILON))
 
 
 def _rename(name: str, check: Callable[[], T]) -> T:

@@ -32,7 +32,7 @@ from accounting.errors import InvalidMechanism
 
 NEIGHBORING_RELATION: Final = "add_remove_one_unit"
 MAX_COUNT: Final = 10**9
-MAX_EPSILON: Final = "1000000"
+MAX_EPSILON: Final = 1_000_000
 MAX_STEPS: Final = 10_000
 MAX_PARTS: Final = 1_000
 MAX_CLASSES: Final = 10_000
@@ -41,6 +41,7 @@ MAX_TERMS: Final = 1_000  # each is priced at several orders while a request wai
 # Outside this range a parameter's square or reciprocal leaves double precision.
 SMALLEST: Final = 1e-100
 LARGEST: Final = 1e100
+_SMALLEST_DECIMAL: Final = Decimal(repr(SMALLEST))
 
 # Python's Decimal also reads "1_0", " 1 " and digits of other scripts.
 _DECIMAL: Final = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]{1,4})?")
@@ -182,7 +183,7 @@ def check_count(name: str, value: object, *, at_most: int = MAX_COUNT) -> int:
     return value
 
 
-def check_decimal(name: str, value: object, *, zero_allowed: bool, at_most: str) -> Decimal:
+def check_decimal(name: str, value: object, *, zero_allowed: bool, at_most: int) -> Decimal:
     """The decimal a client wrote, from a JSON number or string, or InvalidMechanism.
 
     A float stands for its shortest decimal form, so ``0.1`` is exactly one tenth.
@@ -203,8 +204,8 @@ def check_decimal(name: str, value: object, *, zero_allowed: bool, at_most: str)
         raise InvalidMechanism(name, "must be positive" if not zero_allowed else "is negative")
     if number > Decimal(at_most):
         raise InvalidMechanism(name, f"must be at most {at_most}")
-    if number != 0 and number < Decimal("1e-100"):
-        raise InvalidMechanism(name, "must be at least 1e-100")
+    if number != 0 and number < _SMALLEST_DECIMAL:
+        raise InvalidMechanism(name, f"must be at least {SMALLEST:g}")
     return number
 
 
@@ -458,7 +459,7 @@ class ApproximateDP:
 
     def __post_init__(self) -> None:
         check_decimal("epsilon", self.epsilon, zero_allowed=False, at_most=MAX_EPSILON)
-        check_decimal("delta", self.delta, zero_allowed=True, at_most="1")
+        check_decimal("delta", self.delta, zero_allowed=True, at_most=1)
         if float(self.delta) >= 1.0:
             raise InvalidMechanism("delta", "must be below 1")
         check_count("count", self.count)
@@ -479,7 +480,7 @@ class ApproximateDP:
             check_decimal("epsilon", r.raw("epsilon"), zero_allowed=False, at_most=MAX_EPSILON),
             Decimal(0)
             if delta is None
-            else check_decimal("delta", delta, zero_allowed=True, at_most="1"),
+            else check_decimal("delta", delta, zero_allowed=True, at_most=1),
             r.integer("count", default=1),
         )
         r.done()
@@ -850,7 +851,7 @@ def block_steps_of(schedule: EdmSchedule, fraction: object) -> int:
 
     Floats would give 56 for 0.55 * 100.
     """
-    p = check_decimal("block_fraction", fraction, zero_allowed=False, at_most="1")
+    p = check_decimal("block_fraction", fraction, zero_allowed=False, at_most=1)
     return min(math.ceil(Fraction(p) * schedule.steps), schedule.steps - 1)
 
 
@@ -1057,7 +1058,7 @@ _EVENT_FIELDS: Final[dict[str, dict[str, str]]] = {
     "NoOpDpEvent": {},
     "GaussianDpEvent": {"noise_multiplier": "positive"},
     "LaplaceDpEvent": {"noise_multiplier": "positive"},
-    "DiscreteLaplaceDpEvent": {"noise_parameter": "positive", "sensitivity": "count"},
+    "DiscreteLaplaceDpEvent": {"noise_parameter": "epsilon", "sensitivity": "count"},
     "PoissonSampledDpEvent": {"sampling_probability": "rate", "event": "event"},
     "SelfComposedDpEvent": {"event": "event", "count": "count"},
     "ComposedDpEvent": {"events": "events"},
@@ -1066,6 +1067,7 @@ _EVENT_FIELDS: Final[dict[str, dict[str, str]]] = {
 _EVENT_NUMBERS: Final[dict[str, Callable[[str, object], float | int]]] = {
     "positive": check_positive,
     "rate": lambda name, value: check_positive(name, value, at_most=1.0),
+    "epsilon": lambda name, value: check_positive(name, value, at_most=MAX_EPSILON),
     "count": check_count,
 }
 

@@ -500,7 +500,7 @@ def _field(name: str, check: Callable[..., Any], value: object, **limits: Any) -
 
 
 def _decimal(name: str, value: object) -> Decimal:
-    return cast(Decimal, _field(name, check_decimal, value, zero_allowed=False, at_most="1"))
+    return cast(Decimal, _field(name, check_decimal, value, zero_allowed=False, at_most=1))
 
 
 def _choice(name: str, value: object, choices: Sequence[str]) -> str:

@@ -40,24 +40,23 @@ where the two directions differ, f is what mixing them would give.
 from __future__ import annotations
 
 import math
-import sys
 import time
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from accounting import bounds, cumulants
 from accounting.bounds import DeltaBracket, Limits
+from accounting.callable import make_callable
 from accounting.errors import InvalidRequest
 from accounting.mechanisms import NEIGHBORING_RELATION, Mechanism, dominating_terms
 
 MAX_ALPHAS: Final = 1000
 POINTS: Final = 200
 # Where the curve of delta is followed to.
-_LEAST_DELTA: Final = 1e-12
+_CURVE_END: Final = 1e-12
 _MOST_EPSILON: Final = 700.0  # e^eps stays a double
 _BEND: Final = 4.0
 _ROUNDING: Final = 1e-14
@@ -133,7 +132,7 @@ def whole_profile(
     half = replace(limits, seconds=0.5 * limits.seconds)
     # What declared parts give up is no part of the curve that falls.
     mass = max(cumulants.mass_at_infinity(terms) for terms in dominating_terms(m))
-    least = min(mass + _LEAST_DELTA * (1.0 - mass), 0.5 * (1.0 + mass))
+    least = min(mass + _CURVE_END * (1.0 - mass), 0.5 * (1.0 + mass))
     wide = bounds.epsilon(m, least, limits=half)
     end = wide.upper if wide.upper < math.inf else wide.lower
     end = min(end, _MOST_EPSILON) if 0.0 < end < math.inf else 1.0
@@ -225,11 +224,4 @@ def _corners(xs: list[float], lows: list[float], ups: list[float]) -> list[tuple
     return corners
 
 
-class _CallableModule(types.ModuleType):
-    """The package's face has a call and a module of one name: ``accounting.tradeoff(m, ...)``."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return tradeoff(*args, **options)
-
-
-sys.modules[__name__].__class__ = _CallableModule
+make_callable(__name__, tradeoff)

@@ -121,6 +121,7 @@ def _open(settings: Settings) -> deps.Service:
             limits,
             question_limits=replace(limits, seconds=settings.question_seconds),
             peer_limits=replace(limits, seconds=settings.peer_seconds),
+            wait_seconds=settings.wait_seconds,
         ),
         celery=make_celery(settings),
     )

@@ -99,7 +99,7 @@ class Accountant:
         question_limits: bounds.Limits | None = None,
         peer_limits: bounds.Limits | None = None,
         queue: int = ACCOUNTANT_QUEUE,
-        wait_seconds: float = 30.0,
+        wait_seconds: float = 10.0,
     ) -> None:
         self._places = threading.BoundedSemaphore(places)
         self._present = threading.BoundedSemaphore(places + queue)

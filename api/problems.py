@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -360,12 +360,29 @@ def _located(location: Sequence[str | int], body: object) -> str:
     return field_path(kept)
 
 
+_LIMITS: Final = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "greater than or equal to"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "less than or equal to"),
+}
+
+
+def _expected(item: Mapping[str, Any]) -> str:
+    """pydantic's text, but a limit such as 1e-100 is written so, and not with all its digits."""
+    name, words = _LIMITS.get(item["type"], ("", ""))
+    limit = item.get("ctx", {}).get(name)
+    if not isinstance(limit, int | float):
+        return str(item["msg"])
+    return f"Input should be {words} {limit:.12g}"
+
+
 def _on_invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)  # noqa: S101  (registered for it)
     found: list[dict[str, str]] = []
     for item in error.errors():
         # pydantic's text states what was expected; the input itself is left out.
-        entry = {"field": _located(item["loc"], error.body), "detail": str(item["msg"])}
+        entry = {"field": _located(item["loc"], error.body), "detail": _expected(item)}
         if entry not in found:
             found.append(entry)
     first = found[0]

@@ -21,6 +21,9 @@ from pydantic import (
     field_validator,
 )
 
+from accounting.bounds import LEAST_TOLERANCE
+from accounting.mechanisms import LARGEST, MAX_EPSILON, SMALLEST
+from accounting.tradeoff import MAX_ALPHAS
 from api.auth import Scope
 
 JsonObject = dict[str, Any]
@@ -40,6 +43,8 @@ Infinite = float | Literal["inf"]
 Time = Annotated[str, Field(examples=["2026-01-01T12:00:00.000000Z"])]
 
 MAX_OUTPUTS = 1_000_000
+# Of one call; the library itself takes more (accounting.bounds.MAX_POINTS).
+MAX_EPSILONS = 200
 MAX_CLASSES = 10_000
 
 
@@ -681,7 +686,7 @@ _MECHANISM_EXAMPLE: JsonObject = {
     "count": 100,
 }
 Question = Annotated[JsonObject, Field(examples=[_MECHANISM_EXAMPLE])]
-Epsilon = Annotated[float, Field(ge=0, le=1e6)]
+Epsilon = Annotated[float, Field(ge=0, le=MAX_EPSILON)]
 Delta = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -693,7 +698,10 @@ class EpsilonRequest(Body):
     mechanism: Question
     delta: Delta
     tolerance: float | None = Field(
-        default=None, ge=1e-9, le=1e6, description="The wanted width of the bracket, in epsilon."
+        default=None,
+        ge=LEAST_TOLERANCE,
+        le=MAX_EPSILON,
+        description="The wanted width of the bracket, in epsilon.",
     )
 
 
@@ -717,7 +725,7 @@ class ProfileRequest(Body):
     epsilons: list[Epsilon] | None = Field(
         default=None,
         min_length=1,
-        max_length=200,
+        max_length=MAX_EPSILONS,
         description="By default 101 from 0 to where delta is about 1e-12.",
     )
 
@@ -731,7 +739,7 @@ class TradeoffRequest(Body):
     alphas: list[Annotated[float, Field(ge=0, le=1)]] | None = Field(
         default=None,
         min_length=1,
-        max_length=1000,
+        max_length=MAX_ALPHAS,
         description="Type I errors; by default from 1e-6 to 1.",
     )
 
@@ -749,8 +757,8 @@ Method = Annotated[
     Literal["certified", "rdp"],
     Field(description="What prices: the service's bounds, or Rényi costs at the papers' orders."),
 ]
-PositiveEpsilon = Annotated[float, Field(ge=1e-100, le=1e6)]
-PositiveDelta = Annotated[float, Field(ge=1e-100, lt=1)]
+PositiveEpsilon = Annotated[float, Field(ge=SMALLEST, le=MAX_EPSILON)]
+PositiveDelta = Annotated[float, Field(ge=SMALLEST, lt=1)]
 
 
 class CalibrationTarget(Body):
@@ -785,7 +793,9 @@ class CalibrateRequest(Body):
 
 class AllocationStage(Body):
     mechanism: Question
-    weight: float = Field(ge=1e-100, le=1e100, description="Its share of the cost, unnormalised.")
+    weight: float = Field(
+        ge=SMALLEST, le=LARGEST, description="Its share of the cost, unnormalised."
+    )
 
 
 class AllocationTarget(Body):

@@ -68,6 +68,7 @@ class Settings(BaseSettings):
     # The accountant
     accountant_seconds: Seconds = 60
     question_seconds: Seconds = 2
+    wait_seconds: Seconds = 10
     peer_seconds: Seconds = 10
     accountant_megabytes: Annotated[int, Field(ge=256, le=1_048_576)] = 4_096
 

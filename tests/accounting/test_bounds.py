@@ -986,6 +986,18 @@ def test_a_clock_remembers_that_it_ran_out(ticking: pytest.MonkeyPatch) -> None:
     assert Clock().left() == math.inf
 
 
+def test_a_points_error_terms_are_those_of_its_worse_direction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def deltas(whole: contour.Composition, points: Any, *_: Any) -> Any:
+        high = np.array([0.1, 0.3]) if whole.heavy else np.array([0.2, 0.2])
+        return 0.9 * high, high, {"tilt": 1.0 if whole.heavy else 2.0}
+
+    monkeypatch.setattr(contour, "_deltas", deltas)
+    found = contour.delta_of((GaussianTerm(0.5, 1.0, 9),), np.array([0.1, 0.2]), Clock(9.0))
+    assert found[2:] == (["add", "remove"], [{"tilt": 2.0}, {"tilt": 1.0}])
+
+
 # -- what little else proves -----------------------------------------------------------------------
 
 
@@ -1045,7 +1057,11 @@ def test_fewer_parts_are_asked_where_all_of_them_are_too_many(
 
     def wide(terms: tuple[Term, ...], points: Any, *args: Any) -> Any:
         low, high, names, _ = delta_of(terms, points, *args)
-        return (0.0 * low, 1.0 + 0.0 * high, names, {}) if tiny in terms else (low, high, names, {})
+        return (
+            (0.0 * low, 1.0 + 0.0 * high, names, [{}])
+            if tiny in terms
+            else (low, high, names, [{}])
+        )
 
     monkeypatch.setattr(contour, "epsilon_of", picky)
     monkeypatch.setattr(contour, "delta_of", wide)

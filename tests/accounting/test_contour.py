@@ -17,9 +17,10 @@ from scipy.special import log_ndtr
 
 from accounting import contour, gaussian_dp, rigorous
 from accounting.clock import Clock
-from accounting.contour import _LIB, Composition, Contour, Direction, U, _Plan, _Sampled, _Transform
+from accounting.contour import _LIB, Composition, Contour, Direction, _Plan, _Sampled, _Transform
 from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
 from accounting.rigorous import _bits
+from accounting.rounding import U
 
 Ball = Any
 DIRECTIONS: tuple[Direction, ...] = ("remove", "add")

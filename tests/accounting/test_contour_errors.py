@@ -21,6 +21,7 @@ from accounting.clock import Clock
 from accounting.contour import Complex, Composition, Contour, OutOfTime, _Plan, _Transform
 from accounting.mechanisms import ApproximateDPTerm, GaussianTerm, LaplaceTerm, Term
 from accounting.rigorous import _bits
+from accounting.rounding import U
 from tests.accounting.test_contour import DIRECTIONS, IDS, OUTPUTS, integral, output
 
 X = 1.0  # the epsilon that is asked about
@@ -190,7 +191,7 @@ def test_the_error_of_the_factor_in_front_is_bounded() -> None:
                 assert gap <= float(error[i])
                 telling += float(gap) > 2e-16
                 # The base itself is a sum of rounded numbers.
-                assert float(error[i]) >= 8.0 * contour.U * (1.0 + made._size)
+                assert float(error[i]) >= 8.0 * U * (1.0 + made._size)
     assert telling > 10
 
 
@@ -200,8 +201,8 @@ def test_the_kernels_and_the_sums_own_rounding_are_allowed_for(count: int) -> No
     made = Contour(composed((GaussianTerm(1.0, 0.5, count),)), PLAN)
     fixed, per_epsilon = made._errors[0]
     moduli = float(np.abs(made._up).sum())
-    assert fixed >= contour.U * (2 * len(made.t)) * moduli
-    assert per_epsilon >= 2.0 * contour.U * float((np.abs(made._up) * made.t).sum())
+    assert fixed >= U * (2 * len(made.t)) * moduli
+    assert per_epsilon >= 2.0 * U * float((np.abs(made._up) * made.t).sum())
     assert fixed <= 1e-10 * moduli
 
 

@@ -214,6 +214,10 @@ REFUSED: list[tuple[Any, str]] = [
         tree("DiscreteLaplaceDpEvent", noise_parameter=0.5, sensitivity=2),
         "event.sensitivity",
     ),
+    (
+        tree("DiscreteLaplaceDpEvent", noise_parameter=1e100, sensitivity=1),
+        "event.noise_parameter",
+    ),
     *((SELF | {"count": v}, "event.count") for v in (0, -1, 1.5, True, 10**9 + 1, None)),
     (tree("SelfComposedDpEvent", event=SELF, count=2), "event.event.count"),
     (tree("ComposedDpEvent", events={}), "event.events"),

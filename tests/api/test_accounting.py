@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from statistics import NormalDist
+from typing import Any
 
 import pytest
 
@@ -355,6 +356,36 @@ def test_a_question_that_takes_too_long_says_so(settings: Settings) -> None:
     assert "0.01 s" in answer.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field", "said"),
+    [
+        ("calibrate", {"target": {"epsilon": 1.0, "delta": 1e-101}}, "target.delta", "1e-100"),
+        ("calibrate", {"target": {"epsilon": 1e-200, "delta": 0.1}}, "target.epsilon", "1e-100"),
+        ("epsilon", {"delta": 1.0}, "delta", "less than 1"),
+        ("epsilon", {"delta": 1e-5, "tolerance": 1e-10}, "tolerance", "1e-09"),
+        ("delta", {"epsilon": 1e7}, "epsilon", "1000000"),
+    ],
+)
+def test_a_limit_is_written_as_people_write_it(
+    calm: World, path: str, body: dict[str, Any], field: str, said: str
+) -> None:
+    mechanism = {"kind": "gaussian", "noise_multiplier": 1.0}
+    free = {"free": "noise_multiplier"} if path == "calibrate" else {}
+    answer = calm.stranger.post(f"{ONE}/{path}", json={"mechanism": mechanism, **free, **body})
+    assert_problem(answer, 422, "invalid_request")
+    assert answer.json()["field"] == field
+    assert answer.json()["detail"].endswith(said)
+
+
+@pytest.mark.parametrize("body", ["[]", "null", "1"])
+def test_a_body_that_is_no_object_has_no_field(calm: World, body: str) -> None:
+    answer = calm.stranger.post(
+        f"{ONE}/epsilon", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert_problem(answer, 422, "invalid_request")
+    assert answer.json()["field"] == ""
+
+
 def test_a_question_has_its_own_time() -> None:
     asked: list[Limits] = []
     limits, question = Limits(seconds=60), Limits(seconds=2)
@@ -368,7 +399,7 @@ def test_a_full_accountant_says_come_back() -> None:
     with accountant._place(), pytest.raises(ProblemError) as caught:
         accountant.epsilon(Gaussian(1.0), 1e-5)
     assert caught.value.code == "accountant_busy"
-    crowded = Accountant(1, bounds.DEFAULT, queue=0)
+    crowded = Accountant(1, bounds.DEFAULT, queue=0)  # which waits for nobody
     with crowded._place(), pytest.raises(ProblemError) as caught:
         crowded.epsilon(Gaussian(1.0), 1e-5)
     assert caught.value.code == "accountant_busy"
