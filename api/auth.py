@@ -22,7 +22,7 @@ from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from accounting.tables import Database, KeyRow
-from api.problems import ProblemError
+from api.kinds import ProblemError
 
 Scope = Literal["owner", "requester", "auditor", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)

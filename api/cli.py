@@ -29,32 +29,24 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import httpx
-import uvicorn
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from sqlalchemy.exc import IntegrityError
-
-from accounting import bounds, calibrate, certificates, chain
+from accounting import bounds, calibrate
 from accounting.calibrate import METHODS
 from accounting.errors import EpsilondError, InvalidRequest, NotFound
 from accounting.mechanisms import Mechanism, mechanism_from_json
-from accounting.tables import Database, DatasetRow, KeyRow, OrganisationRow
 from api import questions
-from api.app import create_app
-from api.auth import admin_key_exists, key_sha256, new_key
-from api.bodies import MAX_JSON_BYTES, strict_json
-from api.deps import new_id, now
-from api.problems import BY_CODE, problem_body
-from worker.custody import (
-    ensure_keys,
-    load_public_keys,
-    parse_public_keys,
-    rotate_signing_key,
-)
-from worker.serve import WorkerSupervisor, run_worker
+from api.kinds import BY_CODE, problem_body
+from api.strict import MAX_JSON_BYTES, strict_json
 from worker.settings import Settings, get_settings
+
+# The web, the database and the worker are imported by the commands that need them: a question is
+# answered sooner than they would be loaded.
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    from accounting import chain
+    from accounting.tables import Database
 
 OPERATOR: Final = "operator"
 # A certificate that does not hold, or a chain that is broken.
@@ -192,6 +184,9 @@ def _log_to_stderr(settings: Settings) -> None:
 
 
 def _init(_: argparse.Namespace, settings: Settings) -> int:
+    from accounting.tables import Database
+    from worker.custody import ensure_keys
+
     ensure_keys(settings)
     database = Database(settings.effective_database_url)
     try:
@@ -212,12 +207,20 @@ def _init(_: argparse.Namespace, settings: Settings) -> int:
 
 
 def _rotate(_: argparse.Namespace, settings: Settings) -> int:
+    from worker.custody import rotate_signing_key
+
     _print({"key_id": rotate_signing_key(settings)})
     return 0
 
 
 def first_admin_key(database: Database) -> str | None:
     """Makes the operator's organisation and admin key; None if an admin key was made before."""
+    from sqlalchemy.exc import IntegrityError
+
+    from accounting.tables import KeyRow, OrganisationRow
+    from api.auth import admin_key_exists, key_sha256, new_key
+    from api.deps import new_id, now
+
     key = new_key()
     made = now()
     try:
@@ -243,6 +246,8 @@ def first_admin_key(database: Database) -> str | None:
 
 
 def _migrate(_: argparse.Namespace, settings: Settings) -> int:
+    from accounting.tables import Database
+
     database = Database(settings.effective_database_url)
     try:
         database.upgrade()
@@ -253,6 +258,12 @@ def _migrate(_: argparse.Namespace, settings: Settings) -> int:
 
 
 def _serve(arguments: argparse.Namespace, settings: Settings) -> int:
+    import uvicorn
+
+    from api.app import create_app
+    from worker.custody import ensure_keys
+    from worker.serve import WorkerSupervisor
+
     _log_to_stderr(settings)
     changed = {
         name: value for name in ("host", "port") if (value := getattr(arguments, name)) is not None
@@ -281,6 +292,8 @@ def _serve(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def _worker(_: argparse.Namespace, settings: Settings) -> int:
+    from worker.serve import run_worker
+
     _log_to_stderr(settings)
     run_worker(settings)
 
@@ -368,6 +381,8 @@ def _allocate(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def _verify(arguments: argparse.Namespace, settings: Settings) -> int:
+    from accounting import certificates
+
     certificate = _read_json(arguments.file)
     if not isinstance(certificate, dict):
         raise InvalidRequest("FILE", "a certificate is a JSON object")
@@ -383,6 +398,10 @@ def _verify(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def _keys(where: str | None, settings: Settings) -> dict[str, Ed25519PublicKey]:
+    import httpx
+
+    from worker.custody import load_public_keys, parse_public_keys
+
     if where is None:
         return load_public_keys(settings)
     if where.startswith("http://") and httpx.URL(where).host not in _LOOPBACK:
@@ -397,6 +416,9 @@ def _keys(where: str | None, settings: Settings) -> dict[str, Ed25519PublicKey]:
 
 
 def _verify_ledger(arguments: argparse.Namespace, settings: Settings) -> int:
+    from accounting import chain
+    from accounting.tables import Database, DatasetRow
+
     limits = _limits(settings)
 
     def epsilon_bound(mechanism: Mechanism, delta: float) -> bounds.Bracket:
@@ -430,6 +452,8 @@ def _verify_export(
     epsilon_bound: chain.EpsilonBound,
     rigorous_seconds: float | None,
 ) -> int:
+    from accounting import certificates, chain
+
     named = [_read_json(name) for name in arguments.certificate]
     problems: list[str] = []
     for name, certificate in zip(arguments.certificate, named, strict=True):

@@ -33,7 +33,7 @@ from accounting.mechanisms import Mechanism
 from accounting.tables import Database, DatasetRow, EntryRow, GrantRow, JobRow, ReleaseRow
 from api import questions
 from api.auth import Principal
-from api.problems import ProblemError
+from api.kinds import ProblemError
 from worker.app import send
 from worker.artifacts import ArtifactStore
 from worker.custody import Sealer, load_public_keys

@@ -31,7 +31,7 @@ from accounting.tables import (
     ReleaseRow,
 )
 from api.deps import rfc3339
-from api.problems import problem_body
+from api.kinds import problem_body
 
 BASIC = "inf"
 

@@ -21,7 +21,7 @@ from starlette.concurrency import run_in_threadpool
 
 from accounting.errors import InvalidRequest
 from api.bodies import limited_stream
-from api.problems import ProblemError
+from api.kinds import ProblemError
 from worker.settings import Settings
 from worker.uploads import Part, upload_folder
 

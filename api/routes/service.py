@@ -17,7 +17,7 @@ from api import schemas
 from api.auth import ACCESS
 from api.bodies import ServiceRoute
 from api.deps import Service, ServiceDep
-from api.problems import KINDS, ProblemError
+from api.kinds import KINDS, ProblemError
 from worker.app import BROKER_SECONDS
 from worker.custody import load_sealer, load_signing_key, public_keys
 

@@ -15,7 +15,7 @@ from accounting import bounds
 from accounting.bounds import Limits
 from accounting.mechanisms import Gaussian
 from api.deps import Accountant
-from api.problems import ProblemError
+from api.kinds import ProblemError
 from tests.api.world import JSON, World, assert_problem, running
 from worker.settings import Settings
 

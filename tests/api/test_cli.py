@@ -338,3 +338,29 @@ def test_a_service_that_nobody_can_call_says_so(
         assert caplog.text == ""
     finally:
         database.dispose()
+
+
+QUESTION_PATH = """
+import io, json, sys
+from api.cli import main
+sys.stdin = io.TextIOWrapper(io.BytesIO(b'{"kind": "gaussian", "noise_multiplier": 2.0}'))
+assert main(["epsilon", "--delta", "1e-5", "-"]) == 0
+sys.stdin = io.TextIOWrapper(io.BytesIO(b'{"kind": "nothing"}'))
+assert main(["epsilon", "--delta", "1e-5", "-"]) == 2
+heavy = ["fastapi", "starlette", "celery", "kombu", "sqlalchemy", "alembic", "uvicorn", "httpx",
+         "cryptography", "torch", "dp_accounting", "flint"]
+print(json.dumps([name for name in heavy if name in sys.modules]), file=sys.stderr)
+"""
+
+
+def test_a_question_loads_the_accountant_and_no_service(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", QUESTION_PATH],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"EPSILOND_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stderr.splitlines()[-1]) == []

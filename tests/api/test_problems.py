@@ -12,7 +12,7 @@ import pytest
 from accounting import errors
 from accounting.errors import EpsilondError, LedgerUnavailable
 from accounting.tables import Database
-from api import problems
+from api import kinds, problems
 from tests.api.world import BUDGET, FACTS, World, assert_problem
 
 ROOT = Path(__file__).parent.parent.parent
@@ -111,8 +111,8 @@ def test_a_database_that_does_not_answer_is_503_and_grants_nothing(
 
 
 def test_every_type_resolves(calm: World) -> None:
-    for kind in problems.KINDS:
-        answer = calm.nobody.get(problems.problem_type(kind.code))
+    for kind in kinds.KINDS:
+        answer = calm.nobody.get(kinds.problem_type(kind.code))
         assert answer.status_code == 200
         assert kind.title in answer.text
         assert kind.slug in calm.nobody.get("/problems").text
@@ -135,7 +135,7 @@ def test_every_code_that_a_client_can_see_has_a_page() -> None:
     for source in [*ROOT.glob("accounting/*.py"), *ROOT.glob("api/**/*.py")]:
         codes |= set(re.findall(r'(?:Conflict|ProblemError)\(\s*"(\w+)"', source.read_text()))
     assert "budget_not_raised" in codes
-    assert codes <= set(problems.BY_CODE)
+    assert codes <= set(kinds.BY_CODE)
 
 
 @pytest.mark.parametrize(
