@@ -691,13 +691,15 @@ def test_epsilon_grows_with_everything_it_should(
         (min(1.0, q * factor), sigma, count, delta),
         (q, sigma / factor, count, delta),
     ][which]
-    less = accounting.epsilon(subsampled(q, sigma, count), delta)
-    bigger = accounting.epsilon(subsampled(*more[:3]), more[3])
-    # Either end lies within its bracket's width of the truth, which grows.
-    assert less.upper <= bigger.upper + (less.upper - less.lower)
-    assert less.lower <= bigger.lower + (bigger.upper - bigger.lower)
-    for b in (less, bigger):
-        assert is_tight(b) or b.upper <= 1e-4 or b.reason
+    narrow = 1e-5
+    less = accounting.epsilon(subsampled(q, sigma, count), delta, tolerance=narrow)
+    bigger = accounting.epsilon(subsampled(*more[:3]), more[3], tolerance=narrow)
+    assert less.lower <= bigger.upper
+    # Each end lies within the width that was asked for of the truth, which grows.
+    if not less.reason:
+        assert less.upper <= bigger.upper + narrow
+    if not bigger.reason:
+        assert less.lower <= bigger.lower + narrow
 
 
 cheap = st.one_of(
