@@ -833,7 +833,7 @@ class _Search:
             at = self._u(value)
             probe = self._ask(value, width)
             height = _CAP if probe is None else probe.height
-            if width > self._fine and abs(height) < 3.0 * _COARSE and not self._is_fine(probe):
+            if width > self._fine and abs(height) < 3.0 * width and not self._is_fine(probe):
                 width = self._fine  # too near to be told apart by a coarse bracket
                 continue
             if probe is not None and probe.meets:
@@ -849,7 +849,11 @@ class _Search:
                     return
                 self._learn(fails, meets)
                 u, stuck = self._between(fails, meets, stuck)
-                width = self._fine if max(abs(fails[1]), abs(meets[1])) < _CAP else _COARSE
+                # A secant over a long run is off by far more than such a bracket.
+                run = meets[0] - fails[0]
+                width = min(_COARSE, max(self._fine, 0.1 * run * run))
+                if max(abs(fails[1]), abs(meets[1])) >= _CAP:
+                    width = _COARSE
             else:
                 # One side is not known yet: a secant's step, a little beyond, and ever longer.
                 alone += 1
@@ -869,8 +873,8 @@ class _Search:
 
     def _is_fine(self, probe: _Probe | None) -> bool:
         """Whether a bracket is fine although no fine one was asked for."""
-        if probe is None:
-            return True
+        if probe is None or probe.bracket.method in ("renyi", "rdp"):
+            return True  # there is but one upper end, whatever width is asked for
         return probe.bracket.upper - probe.bracket.lower <= self._fine * self._target
 
     def _is_least_private(self, value: float, height: float) -> bool:
