@@ -260,6 +260,13 @@ class _Entry:
     started: dict[str, int] = field(default_factory=dict)
     released: dict[str, JsonObject] = field(default_factory=dict)
 
+    def mechanism_of(self, job: str) -> JsonObject | None:
+        """What was charged for this job: the entry's mechanism, or its part of a plan."""
+        if self.kind != PLAN or self.mechanism is None:
+            return self.mechanism
+        part: JsonObject = self.mechanism["parts"][list(self.jobs).index(job)]["mechanism"]
+        return part
+
 
 @dataclass
 class _Replay:
@@ -651,6 +658,10 @@ def _compare_certificate(
                     raise _Bad("the certificate's job was not released", rows + 1)
                 if released["certificate_digest"] != digest(dict(certificate)):
                     raise _Bad("the ledger holds another certificate of this job", sequence)
+                if certificate.get("mechanism") != entry.mechanism_of(job):
+                    raise _Bad("the certificate's mechanism is not the one charged", sequence)
+                if certificate.get("dataset") != entry.dataset:
+                    raise _Bad("the certificate is of another dataset", sequence)
                 return
     raise _Bad("the certificate's row starts no job", sequence)
 
@@ -827,10 +838,7 @@ def _compare_jobs(
                 (told.last, f"job {row.id} is {row.state}, and {told.jobs[row.id]} in the chain")
             )
         position = list(told.jobs).index(row.id)
-        charged = told.mechanism
-        if told.kind == PLAN and charged is not None:
-            charged = charged["parts"][position]["mechanism"]
-        if row.mechanism != charged or row.plan_position != (
+        if row.mechanism != told.mechanism_of(row.id) or row.plan_position != (
             position if told.kind == PLAN else None
         ):
             problems.append((told.first, f"job {row.id} differs from the chain's"))

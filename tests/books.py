@@ -204,6 +204,8 @@ class Books:
                 sha256=sha256,
                 size=7,
                 certificate={
+                    "dataset": started.dataset_id,
+                    "mechanism": started.mechanism,
                     "artefact": {"sha256": sha256, "bytes": 7},
                     "ledger": {"sequence": started.sequence, "hash": started.hash},
                 },

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from accounting import bounds, chain, ledger
 from accounting.chain import ExportCheck, verify_export
@@ -56,7 +58,8 @@ def export(books: Books) -> Lines:
 
 def certificate(books: Books) -> Row:
     with books.database.read() as session:
-        return dict(session.query(ReleaseRow).one().certificate)
+        first = sa.select(ReleaseRow).order_by(ReleaseRow.created_at).limit(1)
+        return dict(session.scalars(first).one().certificate)
 
 
 def changed(lines: Lines, index: int, change: Callable[[Row], object]) -> Lines:
@@ -119,6 +122,32 @@ def test_another_certificate_of_the_job_does_not_stand_in_the_books(books: Books
     assert bad(verify_export(export(books), certificates=[other])) == 2
     for nonsense in ({}, {"ledger": None}, {"ledger": {"sequence": "3"}}):
         assert bad(verify_export(export(books), certificates=[nonsense])) == ROWS + 1
+
+
+def test_a_certificate_of_another_mechanism_than_was_charged_is_named(books: Books) -> None:
+    """Whoever rewrites the whole chain can't make a dearer charge out of a cheaper one."""
+    started = books.must_start(books.reserve("0.25").job_id)
+    cheaper = {**(started.mechanism or {}), "epsilon": 0.125}
+    books.release(replace(started, mechanism=cheaper))
+    with books.database.read() as session:
+        own = dict(
+            session.scalars(sa.select(ReleaseRow).where(ReleaseRow.job_id == started.job_id))
+            .one()
+            .certificate
+        )
+    assert bad(verify_export(export(books), certificates=[own])) == started.sequence
+    assert verify_export(export(books), certificates=[certificate(books)]).ok
+
+
+def test_plans_have_a_certificate_each(books: Books) -> None:
+    plan = books.reserve_plan(["0.25", "0.125"])
+    for job_id in reversed(plan.job_ids):
+        books.release(books.must_start(job_id), sha256=job_id[-32:] * 2)
+    with books.database.read() as session:
+        rows = session.scalars(sa.select(ReleaseRow)).all()
+        every = [dict(row.certificate) for row in rows]
+    assert len(every) == 3
+    assert verify_export(export(books), certificates=every).ok
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "null", "{}", '{"dataset": 1}', "[" * 100_000])
