@@ -356,15 +356,19 @@ class _Replay:
             parent = self.entries.get(str(data["parent"]))
             if parent is None or parent.state != "released" or mechanism is not None:
                 raise _Bad("an entry without a charge must process a released one")
-        if data["entry_kind"] != PLAN and len(data["jobs"]) != 1:
-            raise _Bad("an entry that is no plan has one job")
+        jobs = data["jobs"]
+        if data["entry_kind"] != PLAN:
+            if len(jobs) != 1:
+                raise _Bad("an entry that is no plan has one job")
+        elif mechanism is None or [p["count"] for p in mechanism["parts"]] != [1] * len(jobs):
+            raise _Bad("a plan is charged for each of its jobs once")
         self.entries[entry_id] = _Entry(
             first=sequence,
             last=sequence,
             kind=data["entry_kind"],
             state=state,
             dataset=data["dataset"],
-            jobs={str(job): state for job in data["jobs"]},
+            jobs={str(job): state for job in jobs},
             parent=data["parent"],
             organisation=organisation,
             mechanism=mechanism,

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from accounting import bounds, ledger
 from accounting.bounds import Bracket
-from accounting.canonical import canonical_json
+from accounting.canonical import canonical_json, digest
 from accounting.chain import append
 from accounting.filters import EPSILON_UNITS, INFINITE, Budget, Filter, family
 from accounting.mechanisms import Gaussian, Mechanism
@@ -556,3 +556,24 @@ def test_a_cost_that_is_not_refuted_is_not_confirmed_either(gaussian: Filled) ->
     cut_short = gaussian.verify(lambda m, delta: loose(m, delta, "out of time"))
     assert cut_short.ok
     assert cut_short.unconfirmed == 1
+
+
+def test_a_plan_with_a_job_that_was_not_charged(filled: Filled) -> None:
+    """In the chain as in the tables, and yet the charge is for fewer jobs."""
+
+    def smuggle(sequence: int, body: dict[str, Any]) -> dict[str, Any]:
+        if sequence == ROWS:
+            data = body["data"]
+            data["entry_kind"] = "plan"
+            data["jobs"].append("job_smuggled")
+            data["mechanism"] = {
+                "kind": "composition",
+                "parts": [{"mechanism": data["mechanism"], "count": 1}],
+            }
+            data["mechanism_digest"] = digest(data["mechanism"])
+        return body
+
+    rehash(filled, smuggle)
+    found = filled.verify()
+    assert found.first_bad == ROWS
+    assert "plan" in str(found.problem)
