@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,6 +61,7 @@ from accounting.tables import (
     JsonObject,
     OrganisationTotalsRow,
     ReleaseRow,
+    SnapshotRow,
 )
 
 if TYPE_CHECKING:
@@ -257,7 +259,10 @@ class _Entry:
     organisation: str
     mechanism: JsonObject | None
     costs: tuple[Cost, ...]
+    body_hash: object = None
     started: dict[str, int] = field(default_factory=dict)
+    attempts: dict[str, tuple[int, object]] = field(default_factory=dict)  # last, job digest
+    snapshots: dict[str, object] = field(default_factory=dict)
     released: dict[str, JsonObject] = field(default_factory=dict)
 
     def mechanism_of(self, job: str) -> JsonObject | None:
@@ -373,6 +378,7 @@ class _Replay:
             organisation=organisation,
             mechanism=mechanism,
             costs=costs,
+            body_hash=data["body_hash"],
         )
 
     def _moved(self, sequence: int, entry_id: str, kind: str, state: str, data: JsonObject) -> None:
@@ -402,16 +408,25 @@ class _Replay:
         if kind == "attempt":
             if before != "started":
                 raise _Bad("an attempt at a job that is not started")
+            number, job_digest = entry.attempts[job]
+            if (data["attempt"], data["job_digest"]) != (number + 1, job_digest):
+                raise _Bad("an attempt that does not repeat the one before it")
+            entry.attempts[job] = (number + 1, job_digest)
             return
-        # A job of a plan that started may end without a start of its own.
-        late = (before, kind) == ("reserved", "failed_charged") and entry.state == "started"
-        if kind not in NEXT_STATES.get(before, ()) and not late:
+        if kind not in NEXT_STATES.get(before, ()):
             raise _Bad(f"no job goes from {before} to {kind}")
         entry.jobs[job] = kind
         entry.state = entry_state(list(entry.jobs.values()))
         if kind == "started":
+            mechanism = entry.mechanism_of(job)
+            if data["mechanism_digest"] != (None if mechanism is None else digest(mechanism)):
+                raise _Bad("the job was started with another mechanism than was charged")
             entry.started[job] = sequence
+            entry.attempts[job] = (data["attempt"], data["job_digest"])
+            entry.snapshots[job] = data["snapshot"]
         elif kind == "released":
+            if set(data) != {"job", "release", "artefact", "certificate_digest"}:
+                raise _Bad("the row does not tell its release")
             entry.released[job] = {name: value for name, value in data.items() if name != "job"}
 
     def _count(self, organisation: str, costs: Sequence[Cost], sign: int) -> None:
@@ -680,10 +695,12 @@ def _verified(
     good, head = 0, GENESIS_HASH
     try:
         for row in rows:
-            body = _read_body(dataset_id, row, expected=good + 1, previous=head)
-            _play(replay, body)
+            with _named():
+                body = _read_body(dataset_id, row, expected=good + 1, previous=head)
+                replay.apply(body)
             good, head = row[0], row[2]
-        compare(good, head)
+        with _named():
+            compare(good, head)
     except _Bad as bad:
         return Verification(
             ok=False,
@@ -725,14 +742,23 @@ def _read_body(dataset_id: str, row: _Row, *, expected: int, previous: str) -> J
     return body
 
 
-def _play(replay: _Replay, body: JsonObject) -> None:
+@contextmanager
+def _named() -> Iterator[None]:
+    """Makes of every way in which a row can't be read a row that is named."""
     try:
-        replay.apply(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        # Only a row that this code never wrote lacks a field or has one of another type.
-        raise _Bad(f"the row cannot be read: {type(error).__name__}") from error
+        yield
     except InvalidRequest as error:
         raise _Bad(f"the mechanism cannot be read: {error.detail}") from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        # Only a row that this code never wrote lacks a field or has one of another type.
+        raise _Bad(f"the row cannot be read: {type(error).__name__}") from error
 
 
 def _compare_tables(session: Session, books: DatasetRow, replay: _Replay, rows: int) -> None:
@@ -751,6 +777,17 @@ def _compare_tables(session: Session, books: DatasetRow, replay: _Replay, rows: 
             sa.select(OrganisationTotalsRow).where(OrganisationTotalsRow.dataset_id == books.id)
         )
     }
+    elsewhere = session.scalar(
+        sa.select(EntryRow.id)
+        .join(DatasetRow, DatasetRow.id == EntryRow.dataset_id)
+        .where(
+            sa.or_(EntryRow.books_id == books.id, DatasetRow.books_id == books.id),
+            EntryRow.books_id != DatasetRow.books_id,
+        )
+        .limit(1)
+    )
+    if elsewhere is not None:
+        problems.append((max(rows, 1), f"the dataset of entry {elsewhere} has other books now"))
     if stored_sums != {name: _sums(totals) for name, totals in replay.organisations.items()}:
         problems.append((max(rows, 1), "the sums of an organisation differ from the chain's"))
 
@@ -791,7 +828,16 @@ def _compare_tables(session: Session, books: DatasetRow, replay: _Replay, rows: 
             row.organisation_id,
             row.parent_entry_id,
             row.mechanism,
-        ) != (told.first, told.kind, told.dataset, told.organisation, told.parent, told.mechanism):
+            row.mechanism_digest,
+        ) != (
+            told.first,
+            told.kind,
+            told.dataset,
+            told.organisation,
+            told.parent,
+            told.mechanism,
+            None if told.mechanism is None else digest(told.mechanism),
+        ):
             problems.append((told.first, f"entry {row.id} differs from the chain's"))
     problems.extend(
         (told.first, f"entry {entry_id} is in the chain alone")
@@ -818,16 +864,27 @@ def _compare_jobs(
         sa.select(
             JobRow.id,
             JobRow.entry_id,
+            JobRow.dataset_id,
+            JobRow.organisation_id,
+            JobRow.body_hash,
             JobRow.plan_position,
             JobRow.state,
             JobRow.mechanism,
             JobRow.started_sequence,
+            JobRow.job_digest,
+            JobRow.attempts,
+            SnapshotRow.id.label("snapshot_id"),
+            SnapshotRow.hmac.label("snapshot_hmac"),
+            SnapshotRow.dataset_id.label("snapshot_dataset"),
             ReleaseRow.id.label("release_id"),
+            ReleaseRow.dataset_id.label("release_dataset"),
+            ReleaseRow.entry_id.label("release_entry"),
             ReleaseRow.sha256,
             ReleaseRow.bytes,
             ReleaseRow.certificate,
         )
         .join(EntryRow, EntryRow.id == JobRow.entry_id)
+        .outerjoin(SnapshotRow, SnapshotRow.id == JobRow.snapshot_id)
         .outerjoin(ReleaseRow, ReleaseRow.job_id == JobRow.id)
         .where(EntryRow.books_id == books.id)
         .execution_options(yield_per=1000)
@@ -846,6 +903,21 @@ def _compare_jobs(
             position if told.kind == PLAN else None
         ):
             problems.append((told.first, f"job {row.id} differs from the chain's"))
+        if (row.dataset_id, row.organisation_id, row.body_hash) != (
+            told.dataset,
+            told.organisation,
+            told.body_hash,
+        ) or row.snapshot_dataset not in (None, told.dataset):
+            problems.append((told.first, f"job {row.id} is of another request than the chain's"))
+        if row.id in told.started:
+            snapshot = (
+                None
+                if row.snapshot_id is None
+                else {"id": row.snapshot_id, "hmac": row.snapshot_hmac}
+            )
+            made = (row.attempts, row.job_digest)
+            if made != told.attempts[row.id] or snapshot != told.snapshots[row.id]:
+                problems.append((told.last, f"job {row.id} ran otherwise than the chain tells"))
         if row.started_sequence != told.started.get(row.id):
             problems.append((told.last, f"job {row.id} names another row as its start"))
         stored = (
@@ -859,6 +931,11 @@ def _compare_jobs(
         )
         if stored != told.released.get(row.id):
             problems.append((told.last, f"the release of job {row.id} differs from the chain's"))
+        elif stored is not None and (
+            (row.release_dataset, row.release_entry) != (told.dataset, row.entry_id)
+            or row.certificate.get("mechanism") != told.mechanism_of(row.id)
+        ):
+            problems.append((told.last, f"the release of job {row.id} is not of its charge"))
     problems.extend(
         (replay.entries[entry_id].first, f"job {job} is in the chain alone")
         for entry_id, job in missing

@@ -7,8 +7,8 @@ filters j with shares sum_j delta_j <= delta:
 - order alpha: sum_i rho_i(alpha) <= cap = epsilon - conversion(alpha, delta_alpha);
 - order inf:   sum_i epsilon_i <= epsilon and sum_i delta_i <= delta_inf.
 
-A request is admitted if for **at least one** j the charges so far (reserved, started, released or
-failed) with this one added stay within cap_j.
+A request is admitted if for **at least one** j the charges so far (waiting for approval, reserved,
+started, released or failed) with this one added stay within cap_j.
 
 Why the whole is (epsilon, delta)-DP
 ------------------------------------

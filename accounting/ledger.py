@@ -40,6 +40,7 @@ cannot let two attempts release.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,8 @@ from accounting.tables import (
     ReleaseRow,
     SnapshotRow,
 )
+
+_log = logging.getLogger("epsilond.ledger")
 
 FAILURE_CODE: Final = "job_failed"
 """The one failure code that requesters see: why a job failed may depend on private data."""
@@ -339,13 +342,17 @@ def start(
     lease_expires_at = now + microseconds(lease_seconds)
     snapshot = None if job.snapshot_id is None else session.get(SnapshotRow, job.snapshot_id)
     entry = session.get_one(EntryRow, job.entry_id, populate_existing=True)
-    if _charged_digest(entry, job) != (None if job.mechanism is None else digest(job.mechanism)):
+    if _charged(entry, job) != job.mechanism or entry.books_id != books.id:
         # Somebody wrote to the tables. Nothing starts; verify names the row.
         raise Conflict("ledger_inconsistent", "the job's mechanism is not the one charged for")
+    if (snapshot is None) != (job.snapshot_id is None) or (
+        snapshot is not None and snapshot.dataset_id != entry.dataset_id
+    ):
+        raise Conflict("ledger_inconsistent", "the job's snapshot is of another dataset")
 
     if job.state == "reserved":
-        if job.expires_at <= now:
-            _end_reserved(session, books, entry, job, now=now)
+        if entry.state in HELD_STATES and job.expires_at <= now:
+            _take_back(session, books, entry, "expired", now=now)
             return None
         job.attempts = 1
         job.sealed_seed = sealed_seed
@@ -414,11 +421,12 @@ def start(
     )
 
 
-def _charged_digest(entry: EntryRow, job: JobRow) -> str | None:
-    """The digest of what was charged for this job: the entry's mechanism, or its part of a plan."""
+def _charged(entry: EntryRow, job: JobRow) -> JsonObject | None:
+    """What was charged for this job: the entry's mechanism, or its part of a plan."""
     if job.plan_position is None or entry.mechanism is None:
-        return entry.mechanism_digest
-    return digest(entry.mechanism["parts"][job.plan_position]["mechanism"])
+        return entry.mechanism
+    part: JsonObject = entry.mechanism["parts"][job.plan_position]["mechanism"]
+    return part
 
 
 def heartbeat(
@@ -530,7 +538,8 @@ def cancel(session: Session, *, job_id: str, now: int) -> None:
     books, job = _lock_job(session, job_id)
     entry = session.get_one(EntryRow, job.entry_id, populate_existing=True)
     if entry.state not in HELD_STATES:
-        raise Conflict("not_cancellable", f"the job is {job.state}")
+        what = "the job" if job.plan_position is None else "its plan"
+        raise Conflict("not_cancellable", f"{what} is {entry.state}")
     _take_back(session, books, entry, "cancelled", now=now)
 
 
@@ -550,6 +559,8 @@ def approve(session: Session, *, job_id: str, ttl_seconds: float, now: int) -> t
     """
     books, job = _lock_job(session, job_id)
     entry = _awaiting(session, job)
+    if job.expires_at <= now:
+        raise Conflict("not_awaiting_approval", "its time is over")
     jobs = jobs_of(session, entry.id)
     entry.state, entry.updated_at = "reserved", now
     for each in jobs:
@@ -592,12 +603,12 @@ def _awaiting(session: Session, job: JobRow) -> EntryRow:
 
 
 def expire(session: Session, now: int) -> int:
-    """Takes back the reservations whose time is over, and says how many jobs ended."""
+    """Takes back the reservations whose time is over, and says how many."""
     return _end_overdue(session, now, _overdue(now))
 
 
 def _overdue(now: int) -> sa.ColumnElement[bool]:
-    return sa.and_(JobRow.state.in_(HELD_STATES), JobRow.expires_at <= now)
+    return sa.and_(EntryRow.state.in_(HELD_STATES), JobRow.expires_at <= now)
 
 
 def sweep(
@@ -605,8 +616,8 @@ def sweep(
 ) -> tuple[str, ...]:
     """Ends what is overdue, and says which jobs to send (again) after the commit.
 
-    * A reservation whose time is over expires. A plan expires whole, unless it started: then a job
-      of it that nobody took in time fails, and the charge stays.
+    * A reservation whose time is over expires; a plan whole. Once a plan has started, its charge
+      stays, and its other jobs are sent until somebody takes them.
     * A started job whose lease ran out fails if its attempts are used up, else it is sent.
     * A reserved job is sent if it was not sent lately.
 
@@ -687,30 +698,27 @@ def _end_overdue(session: Session, now: int, overdue: sa.ColumnElement[bool]) ->
     ).scalars()
     ended = 0
     for job_id in found.all():
-        books, job = _lock_job(session, job_id)
-        # Read again under the lock: it may have started, or been renewed, since.
-        if job.state in HELD_STATES and job.expires_at <= now:
-            entry = session.get_one(EntryRow, job.entry_id, populate_existing=True)
-            _end_reserved(session, books, entry, job, now=now)
-            ended += 1
-        elif (
-            job.state == "started"
-            and (job.lease_expires_at or 0) <= now
-            and job.attempts >= job.max_attempts
-        ):
-            _end_failed(session, books, job, FAILURE_CODE, now=now)
-            ended += 1
+        try:
+            with session.begin_nested():
+                ended += _end_if_overdue(session, job_id, now)
+        except RuntimeError:
+            # Somebody wrote to the tables. The other books must not wait for these.
+            _log.exception("a job can't be ended: job=%s", job_id)
     return ended
 
 
-def _end_reserved(
-    session: Session, books: DatasetRow, entry: EntryRow, job: JobRow, *, now: int
-) -> None:
-    """Ends a job that nobody took in time: its charge is taken back, unless its plan started."""
-    if entry.state in HELD_STATES:
+def _end_if_overdue(session: Session, job_id: str, now: int) -> bool:
+    """Ends a job, read again under its lock: it may have started, or been renewed, since."""
+    books, job = _lock_job(session, job_id)
+    entry = session.get_one(EntryRow, job.entry_id, populate_existing=True)
+    if entry.state in HELD_STATES and job.expires_at <= now:
         _take_back(session, books, entry, "expired", now=now)
-    else:
+        return True
+    lost = job.state == "started" and (job.lease_expires_at or 0) <= now
+    if lost and job.attempts >= job.max_attempts:
         _end_failed(session, books, job, FAILURE_CODE, now=now)
+        return True
+    return False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -842,9 +850,17 @@ def _lock_job(session: Session, job_id: str) -> tuple[DatasetRow, JobRow]:
     if dataset_id is None:
         raise NotFound
     books = lock_books(session, dataset_id)
-    # Heartbeats change the job's row without the lock of the books, so it needs one of its own.
-    job = session.get_one(JobRow, job_id, with_for_update=True, populate_existing=True)
-    return books, job
+    # Heartbeats and the sweeper change jobs' rows without the lock of the books, so these need
+    # locks of their own: all of a plan's at once, in the order in which the sweeper takes them.
+    of_entry = sa.select(JobRow.entry_id).where(JobRow.id == job_id).scalar_subquery()
+    jobs = session.scalars(
+        sa.select(JobRow)
+        .where(JobRow.entry_id == of_entry)
+        .order_by(JobRow.id)
+        .with_for_update()
+        .execution_options(populate_existing=True)
+    ).all()
+    return books, next(job for job in jobs if job.id == job_id)
 
 
 def _lock_attempt(session: Session, job_id: str, lease_token: str) -> tuple[DatasetRow, JobRow]:
@@ -870,11 +886,8 @@ def _move(
     """Changes the state of a job and its entry, and adds the chain row."""
     with session.no_autoflush:  # the job's new fields are right only together with its new state
         entry = session.get_one(EntryRow, job.entry_id, populate_existing=True)
-        # A job of a plan that started may end without a start of its own.
-        unstarted = (job.state, state) == ("reserved", "failed_charged")
-        late = unstarted and entry.state == "started" and entry.kind == PLAN
         alike = entry.kind == PLAN or entry.state == job.state
-        if not alike or (state not in NEXT_STATES.get(job.state, frozenset()) and not late):
+        if not alike or state not in NEXT_STATES.get(job.state, frozenset()):
             raise RuntimeError(f"no job goes from {job.state} (entry {entry.state}) to {state}")
         if entry.kind == PLAN:
             others = session.execute(
@@ -906,8 +919,11 @@ def _take_back(
     """Ends an entry that never started, with all of its jobs: its charge no longer counts."""
     if entry.state not in HELD_STATES or state not in NEXT_STATES[entry.state]:
         raise RuntimeError(f"no entry goes from {entry.state} to {state}")
+    jobs = jobs_of(session, entry.id)
+    if any(job.state != entry.state for job in jobs):
+        raise RuntimeError(f"entry {entry.id} is {entry.state}, and a job of it is not")
     entry.state, entry.updated_at = state, now
-    for job in jobs_of(session, entry.id):
+    for job in jobs:
         job.state, job.updated_at = state, now
     costs = _costs_of(session, [entry.id]).get(entry.id, ())
     _count(session, books, entry.organisation_id, costs, -1)

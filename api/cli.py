@@ -459,7 +459,7 @@ def _verify_export(
     for name, certificate in zip(arguments.certificate, named, strict=True):
         if not isinstance(certificate, dict):
             raise InvalidRequest("--certificate", "a certificate is a JSON object")
-        # Its bound is that of its charge, which is computed again below.
+        # Its epsilon, at its reader's delta, is what `epsilond verify` computes again.
         signed = certificates.verify(
             certificate, _keys(arguments.keys, settings), recompute=False, limits=_limits(settings)
         )

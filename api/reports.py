@@ -10,6 +10,7 @@ from sqlalchemy import and_, bindparam, select
 from sqlalchemy.orm import Session
 
 from accounting import ledger
+from accounting.chain import FilterTotal
 from accounting.errors import Conflict
 from accounting.filters import (
     DELTA_UNITS,
@@ -76,7 +77,7 @@ def remaining_costs(states: Sequence[FilterState], charge: Sequence[Cost]) -> tu
     """What each filter would admit after the charge; 0 where it is crossed."""
     left = []
     for state, cost in zip(states, charge, strict=True):
-        crossed = INFINITE in (state.epsilon_units, cost.epsilon_units, cost.delta_units)
+        crossed = state.crossed or INFINITE in (cost.epsilon_units, cost.delta_units)
         left.append(
             Cost(
                 0
@@ -98,8 +99,13 @@ def budget_report(
     The owner sees the caps of all organisations; another organisation sees its own alone, with what
     remains of it.
     """
+    books = ledger.books_of(session, dataset_id)
     states = ledger.states(session, dataset_id)
-    reserved = _reserved(session, dataset_id, len(states))
+    held = _held(session, books.id, len(states))
+    started = [
+        FilterTotal(epsilon - h.epsilon_units, delta - h.delta_units, infinite - h.infinite)
+        for (epsilon, delta, infinite), h in zip(books.totals, held, strict=True)
+    ]
     report = budget.to_json()
     caps = cast(dict[str, object], report.setdefault("organisation_caps", {}))
     if not is_owner:
@@ -108,7 +114,9 @@ def budget_report(
     capped = ledger.organisation_states(session, dataset_id, caller)
     return {
         **report,
-        "filters": _filter_reports(states, reserved),
+        "filters": [
+            _filter_report(*each) for each in zip(states, started, held, _left(states), strict=True)
+        ],
         "your_share": None
         if capped is None
         else [
@@ -118,27 +126,14 @@ def budget_report(
     }
 
 
-def _filter_reports(
-    states: Sequence[FilterState], reserved: Sequence[Cost]
-) -> list[dict[str, object]]:
-    return [
-        _filter_report(state, held, left)
-        for state, held, left in zip(states, reserved, _left(states), strict=True)
-    ]
-
-
 def _left(states: Sequence[FilterState]) -> tuple[Cost, ...]:
     return remaining_costs(states, [Cost(0, 0)] * len(states))
 
 
-def _filter_report(state: FilterState, reserved: Cost, left: Cost) -> dict[str, object]:
+def _filter_report(
+    state: FilterState, started: FilterTotal, held: FilterTotal, left: Cost
+) -> dict[str, object]:
     f = state.filter
-    spent = Cost(
-        INFINITE
-        if INFINITE in (state.epsilon_units, reserved.epsilon_units)
-        else state.epsilon_units - reserved.epsilon_units,
-        state.delta_units - reserved.delta_units,
-    )
     return {
         "order": f.order,
         "cap": {
@@ -147,8 +142,8 @@ def _filter_report(state: FilterState, reserved: Cost, left: Cost) -> dict[str, 
         },
         "delta_share": probability(f.delta_units),
         "delta_per_release": probability(f.delta_per_release_units),
-        "spent": _amount(spent),
-        "reserved": _amount(reserved),
+        "spent": _amount(_summed(started)),
+        "reserved": _amount(_summed(held)),
         "remaining": _amount(left),
     }
 
@@ -157,26 +152,24 @@ def _amount(cost: Cost) -> dict[str, object]:
     return {"epsilon": nats(cost.epsilon_units), "delta": probability(cost.delta_units)}
 
 
-def _reserved(session: Session, dataset_id: str, filters: int) -> list[Cost]:
+def _summed(total: FilterTotal) -> Cost:
+    """The sum as an amount: infinite where an infinite cost is among what it sums."""
+    if total.infinite:
+        return Cost(INFINITE, total.delta_units)
+    return Cost(total.epsilon_units, total.delta_units)
+
+
+def _held(session: Session, books_id: str, filters: int) -> list[FilterTotal]:
     """What the entries that never started sum to, by filter; they are few at any time."""
+    totals = [FilterTotal() for _ in range(filters)]
     rows = session.execute(
         select(ChargeRow.position, ChargeRow.epsilon_units, ChargeRow.delta_units)
         .join(EntryRow, EntryRow.id == ChargeRow.entry_id)
-        .where(
-            EntryRow.books_id == ledger.books_of(session, dataset_id).id,
-            EntryRow.state.in_(HELD_STATES),
-        )
-    ).all()
-    sums = [Cost(0, 0) for _ in range(filters)]
+        .where(EntryRow.books_id == books_id, EntryRow.state.in_(HELD_STATES))
+    )
     for position, epsilon_units, delta_units in rows:
-        known = sums[position]
-        infinite = INFINITE in (known.epsilon_units, epsilon_units, delta_units)
-        sums[position] = (
-            Cost(INFINITE, known.delta_units)
-            if infinite
-            else Cost(known.epsilon_units + epsilon_units, known.delta_units + delta_units)
-        )
-    return sums
+        totals[position].add(Cost(epsilon_units, delta_units))
+    return totals
 
 
 # Every answer about a job asks this; built once.
@@ -229,10 +222,7 @@ def organisation_json(
 ) -> dict[str, object]:
     """What an organisation spent or holds, in the filters that it did not cross."""
     cap = budget.organisation_caps.get(statement.organisation_id)
-    costs = [
-        Cost(INFINITE, t.delta_units) if t.infinite else Cost(t.epsilon_units, t.delta_units)
-        for t in statement.totals
-    ]
+    costs = [_summed(total) for total in statement.totals]
     return {
         "organisation": statement.organisation_id,
         "entries": statement.entries,

@@ -202,8 +202,8 @@ def create_job(
     if body.dry_run:
         response.status_code = 200
         return _quote(service, spec, dataset, budget, family, caller.organisation_id)
-    # Slow: it may run the accountant. The budget and the facts are fixed, so nothing it reads can
-    # change before the transaction below.
+    # Slow: it may run the accountant. The facts are fixed, and a budget is at most tightened, which
+    # changes no filter's order nor what a release is charged in it.
     plan = _plan(service, spec, dataset, budget, family)
     try:
         with service.database.write() as session:
@@ -356,9 +356,15 @@ def approve_job(job_id: str, service: ServiceDep, caller: PrincipalDep) -> objec
         )
         session.refresh(job)
         answer = reports.job_json(session, job)
-    for each in to_send:
-        service.send(each)
+    _send_all(service, to_send)
     return answer
+
+
+def _send_all(service: Service, job_ids: Sequence[str]) -> None:
+    for job_id in job_ids:
+        if not service.send(job_id):
+            # The others would most likely wait as long; the sweeper sends them.
+            return
 
 
 @router.post("/v1/jobs/{job_id}/deny", operation_id="deny_job", response_model=schemas.Job)
@@ -428,6 +434,8 @@ def create_plan(
         snapshot_id = _newest_snapshot(session, dataset_id)
     plans = []
     for i, spec in enumerate(body.jobs):
+        if spec.dry_run:
+            raise InvalidRequest(f"jobs[{i}].dry_run", "stands beside the jobs of a plan")
         try:
             plans.append(_plan(service, _spec(spec), dataset, budget, family))
         except InvalidRequest as error:
@@ -472,8 +480,7 @@ def create_plan(
             now=now(),
         )
     if made.created and made.state == "reserved":
-        for job_id in made.job_ids:
-            service.send(job_id)
+        _send_all(service, made.job_ids)
     with service.database.read() as session:
         return _plan_accepted(session, response, made.entry_id)
 

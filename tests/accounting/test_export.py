@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -148,6 +149,54 @@ def test_plans_have_a_certificate_each(books: Books) -> None:
         every = [dict(row.certificate) for row in rows]
     assert len(every) == 3
     assert verify_export(export(books), certificates=every).ok
+
+
+JUNK: list[object] = [None, -1, 0.5, "x", [], [1], {}, {"a": 1}, True, "\ud800"]
+
+
+def test_a_row_of_any_content_is_named_and_never_raises(books: Books) -> None:
+    """Bodies with good hashes and wrong content, as whoever writes the chain could make them."""
+    lines = export(books)
+    for index in range(ROWS):
+        body = json.loads(json.loads(lines[index])["body"])
+        for path in ((n,) for n in body):
+            for junk in JUNK:
+                check_junk(lines, index, body, path, junk)
+        for name in body["data"]:
+            for junk in JUNK:
+                check_junk(lines, index, body, ("data", name), junk)
+
+
+def check_junk(lines: Lines, index: int, body: Row, path: tuple[str, ...], junk: object) -> None:
+    changed_body = json.loads(json.dumps(body))
+    place = changed_body
+    for name in path[:-1]:
+        place = place[name]
+    if place[path[-1]] == junk:
+        return
+    place[path[-1]] = junk
+    text = json.dumps(changed_body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+    def put(row: Row) -> None:
+        row["body"] = text
+        row["hash"] = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    found = verify_export(changed(lines, index, put))
+    # Whatever the row now says, what follows does not follow it; the last row may say anything
+    # that the rule allows.
+    if index < ROWS - 1:
+        assert bad(found) in (index + 1, index + 2)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a":NaN}', "[" * 100_000, '"\\ud800"', "1e999", "9" * 5000, "null"]
+)
+def test_a_body_that_is_no_row_is_named(books: Books, text: str) -> None:
+    def put(row: Row) -> None:
+        row["body"] = text
+        row["hash"] = hashlib.sha256(text.encode()).hexdigest()
+
+    assert bad(verify_export(changed(export(books), 2, put))) == 3
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "null", "{}", '{"dataset": 1}', "[" * 100_000])

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from accounting import ledger
+from accounting.canonical import digest
 from accounting.errors import BudgetExhausted, Conflict
-from accounting.tables import Database, DatasetRow
+from accounting.tables import Database, DatasetRow, EntryRow, JobRow
 from tests.books import Books
 
 
@@ -105,6 +106,16 @@ def test_the_threshold_may_change_and_old_books_still_verify(books: Books) -> No
     assert books.verify().ok
 
 
+def test_an_approval_after_the_time_is_over_is_refused(books: Books) -> None:
+    books.set_budget(approval_above="2")
+    waiting = books.reserve("2.5", ttl_seconds=60)
+    books.wait(60)
+    with pytest.raises(Conflict):
+        books.approve(waiting.job_id)
+    books.sweep()
+    assert books.state_of(waiting.job_id) == "expired"
+
+
 # --------------------------------------------------------------------------------------------------
 # Caps of organisations
 # --------------------------------------------------------------------------------------------------
@@ -194,6 +205,59 @@ def test_datasets_of_one_group_share_one_budget_and_one_chain(books: Books) -> N
         assert [e.dataset_id for e in entries] == [first.dataset_id, second.dataset_id]
         head = session.get_one(DatasetRow, second.dataset_id)
         assert (head.chain_sequence, head.totals) == (0, [])
+
+
+def test_a_dataset_that_was_moved_to_other_books_shows(books: Books) -> None:
+    books.set_budget()
+    books.must_start(books.reserve("5").job_id)
+    fresh = replace(books, dataset_id="ds_fresh", snapshot_id="snap_f").register().set_budget()
+    with books.database.write() as session:
+        session.get_one(DatasetRow, books.dataset_id).books_id = fresh.dataset_id
+    found = books.verify()
+    assert not found.ok
+    assert "other books" in str(found.problem)
+
+
+def test_a_job_on_another_datasets_snapshot_never_starts(books: Books) -> None:
+    books.set_budget()
+    other = replace(books, dataset_id="ds_2", snapshot_id="snap_2").register()
+    job = books.reserve("1")
+    with books.database.write() as session:
+        session.get_one(JobRow, job.job_id).snapshot_id = other.snapshot_id
+    with pytest.raises(Conflict) as refused:
+        books.start(job.job_id)
+    assert refused.value.code == "ledger_inconsistent"
+    assert not books.verify().ok
+
+
+def test_a_job_with_another_mechanism_than_was_charged_never_starts(books: Books) -> None:
+    books.set_budget()
+    job = books.reserve("1")
+    with books.database.write() as session:
+        row = session.get_one(JobRow, job.job_id)
+        row.mechanism = {**(row.mechanism or {}), "epsilon": 4.0}
+        entry = session.get_one(EntryRow, job.entry_id)
+        entry.mechanism_digest = digest(row.mechanism)
+    with pytest.raises(Conflict):
+        books.start(job.job_id)
+    assert not books.verify().ok
+
+
+def test_a_row_that_somebody_wrote_stops_no_other_books(books: Books) -> None:
+    books.set_budget()
+    broken = books.reserve("1", ttl_seconds=60)
+    other = replace(books, dataset_id="ds_2", snapshot_id="snap_2").register().set_budget()
+    fine = other.reserve("1", ttl_seconds=60)
+    with books.database.write() as session:
+        session.get_one(JobRow, broken.job_id).max_attempts = 1
+        started = session.get_one(JobRow, broken.job_id)
+        started.state, started.attempts = "started", 1
+        started.sealed_seed, started.lease_token = b"x", "t"
+        started.lease_expires_at = books.now
+    other.wait(61)
+    other.sweep()
+    assert other.state_of(fine.job_id) == "expired"
+    assert books.state_of(broken.job_id) == "started"
 
 
 def test_a_snapshot_of_another_member_does_not_count(books: Books) -> None:

@@ -75,6 +75,8 @@ def test_a_wrong_job_of_a_plan_is_named(world: World) -> None:
     assert answer.status_code == 422
     assert answer.json()["field"].startswith("jobs[1].outputs")
     assert_problem(plan(world, dataset, jobs=[]), 422, "invalid_request", "jobs")
+    inner = plan(world, dataset, jobs=[SPEC, {**SPEC, "dry_run": True}])
+    assert_problem(inner, 422, "invalid_request", "jobs[1].dry_run")
 
 
 def test_a_job_above_the_threshold_waits_for_the_owner(each_world: World) -> None:
@@ -119,6 +121,27 @@ def test_an_organisation_has_its_share(each_world: World) -> None:
     quote = world.requester.post(f"/v1/datasets/{dataset}/quotes", json=SPEC).json()
     assert (quote["admitted"], quote["further"], quote["remaining_after"]) == (False, 0, None)
     assert world.owner.get(f"/v1/datasets/{dataset}/ledger/verify").json()["ok"] is True
+
+
+def test_a_crossed_filter_has_nothing_left(each_world: World) -> None:
+    """Tightened below one release's delta, order infinity admits nothing and says so."""
+    world = each_world
+    use = {"kind": "few_large", "releases": 1}
+    dataset = world.dataset(budget={**BUDGET, "use": use})
+    where = f"/v1/datasets/{dataset}/budget"
+    tightened = world.owner.put(where, json={**BUDGET, "use": use, "delta": 9.9e-6})
+    assert tightened.status_code == 200
+    job = world.order(dataset, "k").json()
+    assert job["charge"]["epsilon"] == "inf"
+    basic = world.owner.get(where).json()["filters"][0]
+    assert (basic["spent"]["epsilon"], basic["reserved"]["epsilon"]) == (0.0, "inf")
+    assert basic["remaining"] == {"epsilon": 0.0, "delta": 0.0}
+    release_of(world, job["id"])
+    basic = world.owner.get(where).json()["filters"][0]
+    assert (basic["spent"]["epsilon"], basic["reserved"]["epsilon"]) == ("inf", 0.0)
+    assert basic["remaining"] == {"epsilon": 0.0, "delta": 0.0}
+    quote = world.requester.post(f"/v1/datasets/{dataset}/quotes", json=SPEC).json()
+    assert (quote["remaining"]["epsilon"], quote["charge"]["epsilon"]) == (0.0, "inf")
 
 
 def test_another_organisation_does_not_see_the_caps_of_others(world: World) -> None:
