@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from accounting import ledger
 from accounting.chain import FilterTotal
 from accounting.filters import INFINITE, INFINITE_ORDER, Cost, Filter
-from accounting.mechanisms import Composition, Part, mechanism_from_json
+from accounting.mechanisms import MAX_PARTS, Composition, Part, mechanism_from_json
 from accounting.tables import (
     CHARGED_STATES,
     HELD_STATES,
@@ -114,7 +114,10 @@ def over_time(
 
 
 def started_together(session: Session, dataset_id: str) -> Composition | None:
-    """Everything that started, as one mechanism fixed in advance; None before the first start."""
+    """Everything that started, as one mechanism fixed in advance.
+
+    None before the first start, and where there are more distinct mechanisms than one can hold.
+    """
     books_id = ledger.books_of(session, dataset_id).id
     rows = session.execute(
         sa.select(sa.func.min(EntryRow.id), sa.func.count())
@@ -133,7 +136,7 @@ def started_together(session: Session, dataset_id: str) -> Composition | None:
             parts.extend(Part(p.mechanism, p.count * count) for p in mechanism.parts)
         else:
             parts.append(Part(mechanism, count))
-    return Composition(tuple(parts)) if parts else None
+    return Composition(tuple(parts)) if 0 < len(parts) <= MAX_PARTS else None
 
 
 def used_share(f: Filter, total: FilterTotal) -> float | None:

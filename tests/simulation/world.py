@@ -571,7 +571,9 @@ class World:
             return
         expires_at = self.now + round(RESERVATION_SECONDS * SECOND)
         sent: tuple[str, ...] = ()
-        expected = job.state == "awaiting_approval"
+        # A denial may be late; an approval would give a reservation back its time.
+        in_time = not approved or self.now < job.expires_at
+        expected = job.state == "awaiting_approval" and in_time
         try:
             with self._write(fate) as session:
                 if approved:
