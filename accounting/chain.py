@@ -258,6 +258,7 @@ class _Entry:
     parent: object
     organisation: str
     mechanism: JsonObject | None
+    mechanism_digest: str | None
     costs: tuple[Cost, ...]
     body_hash: object = None
     started: dict[str, int] = field(default_factory=dict)
@@ -377,6 +378,7 @@ class _Replay:
             parent=data["parent"],
             organisation=organisation,
             mechanism=mechanism,
+            mechanism_digest=data["mechanism_digest"] if costs else None,
             costs=costs,
             body_hash=data["body_hash"],
         )
@@ -418,8 +420,10 @@ class _Replay:
         entry.jobs[job] = kind
         entry.state = entry_state(list(entry.jobs.values()))
         if kind == "started":
-            mechanism = entry.mechanism_of(job)
-            if data["mechanism_digest"] != (None if mechanism is None else digest(mechanism)):
+            charged = entry.mechanism_digest
+            if entry.kind == PLAN:
+                charged = digest(entry.mechanism_of(job))
+            if data["mechanism_digest"] != charged:
                 raise _Bad("the job was started with another mechanism than was charged")
             entry.started[job] = sequence
             entry.attempts[job] = (data["attempt"], data["job_digest"])
@@ -836,7 +840,7 @@ def _compare_tables(session: Session, books: DatasetRow, replay: _Replay, rows: 
             told.organisation,
             told.parent,
             told.mechanism,
-            None if told.mechanism is None else digest(told.mechanism),
+            told.mechanism_digest,
         ):
             problems.append((told.first, f"entry {row.id} differs from the chain's"))
     problems.extend(
