@@ -256,8 +256,8 @@ def page_of(
         f"{arguments.seconds:g} s each in an open loop. A latency counts from the scheduled "
         "arrival to the whole answer; what /livez takes is the cost of the client and of HTTP "
         "alone. The client spends the last 2 ms before each arrival looking at the clock, as its "
-        "timers are late. Fresh questions are what releases are made of, with random parameters and ε "
-        "between 0.01 and 100 by the Rényi bound (`bench.mechanisms.random_release`, seed "
+        "timers are late. Fresh questions are what releases are made of, with random parameters "
+        "and ε between 0.01 and 100 by the Rényi bound (`bench.mechanisms.random_release`, seed "
         f"{arguments.seed}), none of them asked before. A failure is any answer but a bracket of "
         "the wanted width.",
         table(header, rows),
