@@ -28,8 +28,6 @@ from accounting.errors import (
     NotFound,
 )
 from accounting.filters import (
-    DELTA_UNITS,
-    EPSILON_UNITS,
     INFINITE,
     INFINITE_ORDER,
     Budget,
@@ -37,6 +35,8 @@ from accounting.filters import (
     Filter,
     FilterState,
     admitting,
+    nats,
+    probability,
     shared_out,
 )
 from accounting.mechanisms import (
@@ -464,7 +464,7 @@ def _check_costs(current: Sequence[FilterState], costs: Sequence[Cost]) -> None:
 def costs_json(filters: Sequence[Filter], costs: Sequence[Cost]) -> list[dict[str, object]]:
     """A charge as ``{"order", "epsilon", "delta"}`` by filter, in nats; infinite is "inf"."""
     return [
-        {"order": f.order, "epsilon": _nats(c.epsilon_units), "delta": _delta(c.delta_units)}
+        {"order": f.order, "epsilon": nats(c.epsilon_units), "delta": probability(c.delta_units)}
         for f, c in zip(filters, costs, strict=True)
     ]
 
@@ -477,10 +477,10 @@ def remaining_json(current: Sequence[FilterState]) -> list[dict[str, object]]:
     return [
         {
             "order": s.filter.order,
-            "epsilon": 0.0 if s.crossed else _nats(max(0, s.filter.cap_units - s.epsilon_units)),
+            "epsilon": 0.0 if s.crossed else nats(max(0, s.filter.cap_units - s.epsilon_units)),
             "delta": 0.0
             if s.crossed or s.filter.order != INFINITE_ORDER
-            else _delta(max(0, s.filter.delta_units - s.delta_units)),
+            else probability(max(0, s.filter.delta_units - s.delta_units)),
         }
         for s in current
     ]
@@ -503,8 +503,8 @@ def _exhausted(
         blocking.append(
             {
                 "order": f.order,
-                "epsilon": _nats(f.cap_units),
-                "delta": _delta(f.delta_units) if basic else 0.0,
+                "epsilon": nats(f.cap_units),
+                "delta": probability(f.delta_units) if basic else 0.0,
                 "exceeds": exceeds,
             }
         )
@@ -525,14 +525,6 @@ def _exhausted(
             "blocking": blocking,
         },
     )
-
-
-def _nats(units: int) -> float | str:
-    return "inf" if units == INFINITE else units / EPSILON_UNITS
-
-
-def _delta(units: int) -> float | str:
-    return "inf" if units == INFINITE else units / DELTA_UNITS
 
 
 # --------------------------------------------------------------------------------------------------

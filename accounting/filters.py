@@ -510,6 +510,16 @@ def _delta_below(units: int) -> float:
     return near if Fraction(near) <= exact else math.nextafter(near, 0.0)
 
 
+def nats(units: int) -> float | str:
+    """Epsilon in nats from its integer units; an infinite one is ``"inf"``."""
+    return "inf" if units == INFINITE else units / EPSILON_UNITS
+
+
+def probability(units: int) -> float | str:
+    """Delta from its integer units; an infinite one is ``"inf"``."""
+    return "inf" if units == INFINITE else units / DELTA_UNITS
+
+
 def further_releases(states: Sequence[FilterState], costs: Sequence[Cost]) -> int | None:
     """How many more releases of this cost the rule admits, one after the other; None if no limit.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from typing import Final, cast
 
 from sqlalchemy import and_, bindparam, select
@@ -13,13 +12,14 @@ from accounting import ledger
 from accounting.chain import FilterTotal
 from accounting.errors import Conflict
 from accounting.filters import (
-    DELTA_UNITS,
-    EPSILON_UNITS,
     INFINITE,
+    INFINITE_ORDER,
     Budget,
     Cost,
     Filter,
     FilterState,
+    nats,
+    probability,
 )
 from accounting.statements import OrganisationStatement
 from accounting.tables import (
@@ -33,18 +33,6 @@ from accounting.tables import (
 )
 from api.deps import rfc3339
 from api.kinds import problem_body
-
-BASIC = "inf"
-
-
-def nats(units: int) -> float | str:
-    """Epsilon in nats from its integer units; an infinite one is ``"inf"``."""
-    return "inf" if units == INFINITE else float(Decimal(units) / EPSILON_UNITS)
-
-
-def probability(units: int) -> float | str:
-    """Delta from its integer units; an infinite one is ``"inf"``."""
-    return "inf" if units == INFINITE else float(Decimal(units) / DELTA_UNITS)
 
 
 def require_budget(session: Session, dataset: DatasetRow) -> tuple[Budget, tuple[Filter, ...]]:
@@ -65,11 +53,13 @@ def charge_json(filters: Sequence[Filter], costs: Sequence[Cost]) -> dict[str, o
 
 
 def _charge_json(by_order: Sequence[tuple[str, Cost]]) -> dict[str, object]:
-    basic = next((cost for order, cost in by_order if order == BASIC), None)
+    basic = next((cost for order, cost in by_order if order == INFINITE_ORDER), None)
     return {
         "epsilon": None if basic is None else nats(basic.epsilon_units),
         "delta": None if basic is None else probability(basic.delta_units),
-        "orders": {order: nats(cost.epsilon_units) for order, cost in by_order if order != BASIC},
+        "orders": {
+            order: nats(cost.epsilon_units) for order, cost in by_order if order != INFINITE_ORDER
+        },
     }
 
 
@@ -84,7 +74,7 @@ def remaining_costs(states: Sequence[FilterState], charge: Sequence[Cost]) -> tu
                 if crossed
                 else max(0, state.filter.cap_units - state.epsilon_units - cost.epsilon_units),
                 0
-                if crossed or state.filter.order != BASIC
+                if crossed or state.filter.order != INFINITE_ORDER
                 else max(0, state.filter.delta_units - state.delta_units - cost.delta_units),
             )
         )
@@ -138,7 +128,7 @@ def _filter_report(
         "order": f.order,
         "cap": {
             "epsilon": nats(f.cap_units),
-            "delta": probability(f.delta_units if f.order == BASIC else 0),
+            "delta": probability(f.delta_units if f.order == INFINITE_ORDER else 0),
         },
         "delta_share": probability(f.delta_units),
         "delta_per_release": probability(f.delta_per_release_units),
